@@ -124,6 +124,8 @@ class EngineConfig:
     """The engine releases its memory for each step. Engines on other machines never do."""
     routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
     """A SGLang server is started with ``--enable-return-routed-experts``."""
+    family: Annotated[str, Derived("learner.family"), SkipJsonSchema()] = ""
+    """Its module may register the model with transformers."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The SGLang server, for ``engine.kind: sglang``."""
 

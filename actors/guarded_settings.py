@@ -26,6 +26,7 @@ GUARDED = {
     "engine.sglang.arguments": "an argument of a program",
     "engine.sglang.environment": "the environment of a program",
     "engine.sglang.log": "a file to write",
+    "learner.family": "code",
     "rollouts": "code",
 }
 """Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in
@@ -34,7 +35,9 @@ rewards are allowed, but for those with options that name servers, variables or 
 
 ROLLOUTS = {"use": "code", "python": "a program"}
 """Settings of each entry of ``rollouts``, a section for actors, and the kind of thing they name."""
-_OWN = {"actor": ActorConfig(), "engine": EngineConfig()}
+_ROLES = {"actor": "actor", "engine": "engine", "learner": "engine"}
+"""Section of a setting -> the role that acts on it. Engines import the module of ``learner.family``."""
+_OWN = {"actor": ActorConfig(), "engine": EngineConfig(), "learner": EngineConfig()}
 _REWARDS = frozenset({"reward", "reward_parts", "group_reward"})
 """Settings of the section ``actor`` that scorers load, and actors only where the run has no scorers."""
 
@@ -75,7 +78,7 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
         yield from _guarded_rollouts(row.get("rollouts"))
     for path, what in GUARDED.items():
         section, _, setting = path.partition(".")
-        loads = role in _loading_rewards(row) if setting in _REWARDS else role == section
+        loads = role in _loading_rewards(row) if setting in _REWARDS else role == _ROLES.get(section)
         if section not in _OWN or not loads:
             continue
         default: object = _OWN[section]

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tidemill.learner.algorithms.policy_losses import PolicyLoss
     from tidemill.learner.algorithms.ratios import log_ratio, sequence_means, spread
     from tidemill.learner.algorithms.tokens import Tokens
+    from tidemill.learner.backends.fsdp.family import Family, first_output
     from tidemill.learner.backends.megatron.bridges.local_layers import LocalLayers
     from tidemill.learner.debug.train_file import read_train
     from tidemill.learner.filters import Decision, FilterBuffer, FilterGroup
@@ -21,11 +22,13 @@ _MODULES = {
     "BeforeStep": "trainer.hooks",
     "Decision": "filters",
     "Denominators": "algorithms.aggregation",
+    "Family": "backends.fsdp.family",
     "FilterBuffer": "filters",
     "FilterGroup": "filters",
     "LocalLayers": "backends.megatron.bridges.local_layers",
     "PolicyLoss": "algorithms.policy_losses",
     "Tokens": "algorithms.tokens",
+    "first_output": "backends.fsdp.family",
     "log_ratio": "algorithms.ratios",
     "read_train": "debug.train_file",
     "sequence_means": "algorithms.ratios",
@@ -37,11 +40,13 @@ __all__ = [
     "BeforeStep",
     "Decision",
     "Denominators",
+    "Family",
     "FilterBuffer",
     "FilterGroup",
     "LocalLayers",
     "PolicyLoss",
     "Tokens",
+    "first_output",
     "log_ratio",
     "read_train",
     "sequence_means",

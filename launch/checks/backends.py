@@ -64,9 +64,10 @@ def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object
 def _check_transformers(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
     """Refuse models that transformers cannot train, and settings that FSDP lacks."""
     family, known = values.get("model_type"), language_models()
-    if known and family not in known:
+    if known and family not in known and not config.learner.family:
         want = f"one of the {len(known)} that the installed transformers has a language model for, or learner.bridge"
-        report.error("model", f"{where}: model_type", want=want, got=family, cure="use another model")
+        cure = "use another model, or register its classes in a module of yours: learner.family (docs/families.md)"
+        report.error("model", f"{where}: model_type", want=want, got=family, cure=cure)
     if config.model.megatron_checkpoint:
         want, got = "none with learner.backend: fsdp", config.model.megatron_checkpoint
         report.error("model", "model.megatron_checkpoint", want=want, got=got, cure="remove learner.backend")

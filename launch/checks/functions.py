@@ -229,10 +229,12 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
 
 
 def check_bridge(report: Report, config: RunConfig) -> None:
-    """Load the class of ``learner.bridge``; the ranks check its bases."""
+    """Load the class of ``learner.bridge`` and the rules of ``learner.family``; the ranks check what they are."""
     if path := config.learner.bridge:
         reason, want = defect(path, kind="class"), "a class of LocalLayers"
         _report_code(report, "model", "learner.bridge", path, reason, want, "docs/models.md")
+    if path := config.learner.family:
+        _report_code(report, "model", "learner.family", path, defect(path, kind="any"), "a Family", "docs/families.md")
 
 
 def _report_code(report: Report, topic: str, setting: str, path: str, reason: str, want: str, page: str) -> None:

@@ -208,7 +208,7 @@ def _row_sizes(report: Report, config: RunConfig, path: Path) -> Mapping[str, Ro
     if config.engine.kind != "builtin":
         return {}
     try:
-        return read_row_sizes(path)
+        return read_row_sizes(path, config.learner.family)
     except UnsupportedModel as error:
         cure = "use engine.kind: sglang, or another model"
         report.error("model", error.where, want="a model that the engine can run", got=error.reason, cure=cure)

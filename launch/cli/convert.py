@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,7 @@ from tidemill.learner.checkpoints.disk import TORCH_DIST, has_weights
 from tidemill.learner.checkpoints.torch_dist import TRACKER, find
 from tidemill.learner.errors import LearnerError
 from tidemill.learner.layout.backends import choose_backend
-from tidemill.learner.settings.backends import BACKENDS
+from tidemill.learner.settings.backends import BACKENDS, FSDP
 from tidemill.learner.settings.config import LearnerConfig
 
 if TYPE_CHECKING:
@@ -41,15 +41,34 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="the checkpoint's model (default: of the run)")
     parser.add_argument("--backend", choices=BACKENDS, default=AUTO, help="of a checkpoint to make (learner.backend)")
     parser.add_argument("--bridge", default="", metavar="MODULE:CLASS", help="bridge of the family, as learner.bridge")
+    parser.add_argument("--family", default="", metavar="MODULE:NAME", help="rules of the family, as learner.family")
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert a checkpoint to a model directory, or the reverse. Returns 0. Raises ValueError."""
     require("learner")
-    return run_convert(args.source, args.out, args.model, args.bridge, args.backend)
+    return run_convert(args.source, args.out, args.model, Codes(args.bridge, args.family), args.backend)
 
 
-def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "", backend: str = AUTO) -> int:
+class Codes(NamedTuple):
+    """Import paths of the user's code for a family; empty = none."""
+
+    bridge: str = ""
+    family: str = ""
+
+    def of(self, kind: str) -> str:
+        """Return the path for a backend. Raises ValueError for a bridge that it does not have."""
+        if kind == FSDP and self.bridge:
+            raise ValueError(
+                f"--bridge: want none with learner.backend: fsdp: it leads to Megatron's layers, got {self.bridge}"
+            )
+        return self.family if kind == FSDP else self.bridge
+
+
+NO_CODES = Codes()
+
+
+def run_convert(source: Path, out: Path, model: Path | None, codes: Codes = NO_CODES, backend: str = AUTO) -> int:
     """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError.
 
     ``backend``: ``learner.backend`` of the runs that begin with a checkpoint made here.
@@ -63,15 +82,15 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "", b
     if (source / TRACKER).is_file():
         source = find(source)
     if has_weights(source):
-        model_dir, run_bridge = _of_run(source, model)
-        with _conversion(source, bridge or run_bridge) as conversion:
+        model_dir, codes_of_run = _of_run(source, model)
+        with _conversion(source, codes if any(codes) else codes_of_run) as conversion:
             step = conversion.to_model(source, out, model_dir)
         print(f"{out}: the model of step {step}")
     elif is_model(source):
         if model is not None:
             raise ValueError(f"--model: want none with a model directory, got {model}")
-        kind = choose_backend(LearnerConfig(backend=backend, bridge=bridge), _config_of(source)).kind
-        with _conversion(source, bridge, kind) as conversion:
+        kind = choose_backend(LearnerConfig(backend=backend, **codes._asdict()), _config_of(source)).kind
+        with _conversion(source, codes, kind) as conversion:
             conversion.to_checkpoint(source, out)
         print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint with learner.backend: {kind}")
     else:
@@ -110,13 +129,13 @@ def weights_of(checkpoint: Path, model: Path | None) -> "dict[str, Tensor]":
     ``model``: its model directory; None = the model of the run that has written it. Raises ValueError with the reason
     in one line.
     """
-    model_dir, bridge = _of_run(checkpoint, model)
-    with _conversion(checkpoint, bridge) as conversion:
+    model_dir, codes = _of_run(checkpoint, model)
+    with _conversion(checkpoint, codes) as conversion:
         return conversion.weights_of(checkpoint, model_dir)
 
 
 @contextmanager
-def _conversion(source: Path, bridge: str, kind: str = "") -> "Iterator[Conversion]":
+def _conversion(source: Path, codes: Codes, kind: str = "") -> "Iterator[Conversion]":
     """Open the conversion of files of a backend, in this process, on the CPU. ``kind``: empty = of the checkpoint.
 
     Raises ValueError for the learner's errors inside.
@@ -129,14 +148,15 @@ def _conversion(source: Path, bridge: str, kind: str = "") -> "Iterator[Conversi
         from tidemill.learner.ranks import conversion
 
         try:
-            with conversion.one_process(kind or conversion.kind_of(source), bridge_class=bridge) as opened:
+            kind = kind or conversion.kind_of(source)
+            with conversion.one_process(kind, code_path=codes.of(kind)) as opened:
                 yield opened
         except (LearnerError, OSError) as error:
             raise ValueError(" ".join(str(error).split())) from error
 
 
-def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
-    """Return model directory (``model``, if given) and bridge of a checkpoint's run. Raises ValueError."""
+def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, Codes]:
+    """Return model directory (``model``, if given) and the user's code of a checkpoint's run. Raises ValueError."""
     file = checkpoint.absolute().parent.parent / CONFIG_FILE
     run: RunConfig | None = began_with(file) if file.is_file() else None
     path = "" if run is None else run.model.path
@@ -146,7 +166,7 @@ def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
     if model is None and not Path(path).is_dir():
         got = f"none at {path!r} (model.path of {file})"
         raise ValueError(f"--model: want the model directory of {checkpoint}, got {got}; give --model DIR")
-    return model or Path(path), "" if run is None else run.learner.bridge
+    return model or Path(path), NO_CODES if run is None else Codes(run.learner.bridge, run.learner.family)
 
 
 def add_push(parser: argparse.ArgumentParser) -> None:

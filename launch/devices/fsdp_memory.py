@@ -5,14 +5,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tidemill.launch.devices.memory_table import FLOAT32, ITEM_BYTES, MemoryRow, dtype_on, of_rank, sending_rows
+from tidemill.launch.devices.activations import FLOAT32, ITEM_BYTES
+from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, of_rank, sending_rows
+from tidemill.launch.devices.rank_elements import ADAM, Moments, moments_of
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.settings.config import LearnerConfig
 
 GATHERED = 2  # layers that are whole at a time: the one that computes, and the next one, which is gathered meanwhile
-_NOT_BY_MUON = ("embed", "lm_head", "bias")
-"""In names of tensors that AdamW updates in Muon's place."""
 _LAYER = re.compile(r"(.*\.layers\.\d+)\.")
 
 
@@ -49,7 +49,7 @@ def _model(tensors: Shapes, learner: LearnerConfig, item: int, prefix: str, *, c
     yield of_rank(f"{prefix}weights, float32{share}", FLOAT32 * _divided(tensors, learner))
     yield of_rank(f"{prefix}gradients, float32{share}", FLOAT32 * trained)
     on_host = learner.offload_optimizer and cuda
-    words, state = _state(tensors if prefix else trained_tensors(tensors, learner), learner, by_adam=bool(prefix))
+    words, state = _moments(tensors if prefix else trained_tensors(tensors, learner), learner, by_adam=bool(prefix))
     yield of_rank(f"{prefix}{words}, float32{share}", FLOAT32 * state, on_host=on_host)
     if num_parts(learner) > 1 or item != FLOAT32:
         yield of_rank(
@@ -68,27 +68,15 @@ def _copies(tensors: Shapes, config: RunConfig, *, cuda: bool) -> Iterable[Memor
         yield of_rank(part, FLOAT32 * num_weights, on_host=cuda)
     if learner.checkpoint.background:
         saved = 1 + len([part for part in kept if part != "reference model" or learner.algorithm.kl.moves])
-        _, state = _state(trained_tensors(tensors, learner), learner, by_adam=learner.algorithm.by_critic)
+        _, state = _moments(trained_tensors(tensors, learner), learner, by_adam=learner.algorithm.by_critic)
         size = FLOAT32 * (saved * num_weights + state) * (2 if learner.algorithm.by_critic else 1)
         yield of_rank("copy of weights and the optimizer's state, for checkpoints, at most", size, on_host=cuda)
 
 
-def _state(tensors: Shapes, learner: LearnerConfig, *, by_adam: bool) -> tuple[str, int]:
-    """Return the optimizer's state of these tensors: a description, and its elements on a rank. ``by_adam``: whatever
-    the policy's optimizer is, as for a critic.
-    """
-    name = "adam" if by_adam else learner.optimizer.name
-    if name == "sgd":
-        return "SGD: momentum", _divided(tensors, learner)
-    if name != "muon":
-        return "Adam: two moments", 2 * _divided(tensors, learner)
-    matrices = {
-        name: shape
-        for name, shape in tensors.items()
-        if len(shape) == 2 and not any(part in name for part in _NOT_BY_MUON)
-    }
-    elements = 2 * _divided(tensors, learner) - _divided(matrices, learner)
-    return "Muon: momentum of matrices, Adam's two moments of others", elements
+def _moments(tensors: Shapes, learner: LearnerConfig, *, by_adam: bool) -> Moments:
+    """Return the moments of these tensors' optimizer on a rank. ``by_adam``: as for a critic."""
+    name = ADAM if by_adam else learner.optimizer.name
+    return moments_of(name, tensors, lambda shapes: _divided(shapes, learner))
 
 
 def num_parts(learner: LearnerConfig) -> int:

@@ -6,22 +6,29 @@ NCCL, cuBLAS, fragmentation of the allocator: some GB together) is not in the ta
 """
 
 import math
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, budget
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.activations import FLOAT32, ITEM_BYTES, NONE, Activations, logits_bytes
-from tidemill.launch.devices.shapes import Shapes, is_whole, stages_of, trained_tensors
+from tidemill.launch.devices.rank_elements import (
+    VALUE_HEAD,
+    RankElements,
+    elements_of,
+    largest_stage,
+    model_stages,
+    num_expert_shares,
+    num_shares,
+    rank_elements,
+)
+from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.layout.sizes import OFFLOADED_AT_ONCE, Dealt, num_senders
 from tidemill.learner.settings.config import LearnerConfig
 
 AUTO = "auto"
-VALUE_HEAD = "lm_head.value"  # Name of a critic's value head here: in the last stage, where the output projection is
-_EXPERTS = ".experts."  # In the names of the weights of routed experts, and of no other
 # Copies of the weights that a rank sends: the head, and the one being filled (`transport/staging.py`).
 STAGED_COPIES = 2
 SENDER = "rank that sends weights, besides"
@@ -92,31 +99,26 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
 def training_bytes(
     tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None = None
 ) -> int:
-    """Return the bytes of weights, gradients and Adam's state of a rank; ``critic``: None = as large as the policy."""
-    stage = _largest_stage(tensors, learner)
-    models = [_elements(stage, learner, trained_tensors(stage, learner))]
+    """Return the bytes of weights, gradients and the optimizer's state of a rank.
+
+    ``critic``: None = as large as the policy.
+    """
+    stage = largest_stage(tensors, learner)
+    models = [elements_of(stage, learner, trained_tensors(stage, learner))]
     if learner.algorithm.by_critic:
-        models.append(_elements(_largest_stage(tensors if critic is None else critic, learner), learner))
+        largest = largest_stage(tensors if critic is None else critic, learner)
+        models.append(elements_of(largest, learner, by_adam=True))
     rows = [row for elements in models for row in _model(elements, learner, dtype, cuda=cuda)]
     return sum(row.bytes for row in rows if not row.on_host)
 
 
-def num_shares(learner: LearnerConfig) -> int:
-    """Return the number of copies of the model over which the optimizer's state is divided."""
-    return learner.data_parallel * learner.context_parallel if learner.distributed_optimizer else 1
-
-
-def num_expert_shares(learner: LearnerConfig) -> int:
-    """Return the number of copies of each expert over which its optimizer's state is divided."""
-    return num_shares(learner) * learner.tensor_parallel // learner.expert_parallel if num_shares(learner) > 1 else 1
-
-
 def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[MemoryRow]:
-    """Yield the rows of weights, gradients and Adam's state of a rank, and of its copies of them."""
+    """Yield the rows of weights, gradients and the optimizer's state of a rank, and of its copies of them."""
     learner, item, split = config.learner, ITEM_BYTES[dtype], config.learner.tensor_parallel
-    stage = _largest_stage(tensors, learner)
+    stage = largest_stage(tensors, learner)
     ours_of = trained_tensors(stage, learner)
-    policys, critics = _elements(stage, learner, ours_of), _elements(_largest_stage(critic, learner), learner)
+    policys = elements_of(stage, learner, ours_of)
+    critics = elements_of(largest_stage(critic, learner), learner, by_adam=True)
     num_weights, ours, its = policys.own, policys.trained, critics.own
     yield from _model(policys, learner, dtype, cuda=cuda, adapters=bool(learner.lora.rank))
     if learner.algorithm.by_critic:
@@ -142,10 +144,12 @@ def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cu
         weights = item * saved * (2 if config.weights.push_every > 1 else 1) + (
             moving * num_weights if learner.algorithm.kl.moves else 0
         )
-        state = optimizer_bytes(policys.share, dtype)
+        state = policys.state_bytes(dtype)
         if learner.algorithm.by_critic:
-            weights, state = weights + item * its, state + optimizer_bytes(critics.share, dtype)
-        yield of_rank("copy of weights and Adam's state, for checkpoints, at most", weights + state, on_host=cuda)
+            weights, state = weights + item * its, state + critics.state_bytes(dtype)
+        yield of_rank(
+            "copy of weights and the optimizer's state, for checkpoints, at most", weights + state, on_host=cuda
+        )
 
 
 def sending_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, sharded: int = 1) -> Iterable[MemoryRow]:
@@ -192,7 +196,7 @@ def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str, *, sharded: int
     senders = senders_of(config, sharded=sharded)
     parts: dict[tuple[int, int], int] = defaultdict(int)
     sent: set[str] = set()
-    for stage, of_stage in enumerate(_stages(tensors, ours)):
+    for stage, of_stage in enumerate(model_stages(tensors, ours)):
         dealt = Dealt(senders)
         # A tied embedding is in two stages, and is sent by the first
         for name in [name for name in of_stage if name not in sent]:
@@ -235,34 +239,10 @@ def _overlapped(learner: LearnerConfig, *, cuda: bool) -> bool:
     return several and {"auto": auto, "always": True}.get(learner.overlap_grad_reduce, False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Elements:
-    """Numbers of elements of one rank."""
-
-    own: int
-    trained: int  # Elements with a gradient, adapters included
-    share: int  # Elements with their optimizer state on this rank
-    experts: bool  # True where experts are trained
-
-
-def _elements(stage: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
-    """Return one rank's elements of its stage, padded for a distributed optimizer; ``trained``: None = all."""
-    split, spread, ours = learner.tensor_parallel, learner.expert_parallel, stage if trained is None else trained
-    total = share = 0
-    experts = {name: tensor for name, tensor in ours.items() if _EXPERTS in name}
-    shared = {name: tensor for name, tensor in ours.items() if _EXPERTS not in name}
-    for tensors, shares in ((shared, num_shares(learner)), (experts, num_expert_shares(learner))):
-        sharded = num_shares(learner) > 1
-        mine = buffer_elements(tensors, split, shares, spread) if sharded else rank_elements(tensors, split, spread)
-        total, share = total + mine, share - (-mine // shares)
-    frozen = rank_elements({name: tensor for name, tensor in stage.items() if name not in ours}, split, spread)
-    return _Elements(own=frozen + total, trained=total, share=share, experts=bool(experts))
-
-
 def _model(
-    elements: _Elements, learner: LearnerConfig, dtype: str, *, cuda: bool, adapters: bool = False, prefix: str = ""
+    elements: RankElements, learner: LearnerConfig, dtype: str, *, cuda: bool, adapters: bool = False, prefix: str = ""
 ) -> Iterable[MemoryRow]:
-    """Yield the rows of a model that is trained, or a part of it: weights, gradients, Adam's state."""
+    """Yield the rows of a model that is trained, or a part of it: weights, gradients, the optimizer's state."""
     among = ", adapters among them" if adapters else ""
     yield of_rank(f"{prefix}weights{among}", ITEM_BYTES[dtype] * elements.own)
     yield of_rank(f"{prefix}gradients, float32", FLOAT32 * elements.trained)
@@ -270,9 +250,9 @@ def _model(
     if divided and elements.experts:
         divided += f" and 1/{num_expert_shares(learner)} of its experts'"
     main = "" if dtype == "float32" else " and main weights"
-    state = optimizer_bytes(elements.share, dtype)
+    state, words = elements.state_bytes(dtype), elements.moments.words
     on_host = learner.offload_optimizer and cuda
-    yield of_rank(f"{prefix}Adam: two moments{main}, float32{divided}", state, on_host=on_host)
+    yield of_rank(f"{prefix}{words}{main}, float32{divided}", state, on_host=on_host)
     if learner.offload_optimizer:
         block = optimizer_bytes(min(elements.share, OFFLOADED_AT_ONCE), dtype)
         yield of_rank(f"{prefix}Adam's state of one block, in a step", block)
@@ -320,13 +300,6 @@ def parameters(shape: ModelShape) -> int:
     return sum(math.prod(tensor) for tensor in shape.tensors().values())
 
 
-def rank_elements(tensors: Shapes, tensor_parallel: int, expert_parallel: int = 1) -> int:
-    """Return the number of elements that one rank has of these tensors."""
-    return sum(
-        math.prod(tensor) // split_of(name, tensor_parallel, expert_parallel) for name, tensor in tensors.items()
-    )
-
-
 class _Valued(ModelShape):
     """The model of a critic: a value head in the place of the output projection."""
 
@@ -340,45 +313,6 @@ class _Valued(ModelShape):
 def valued(shape: ModelShape) -> ModelShape:
     """Return the shape of a critic that starts from a model of this shape."""
     return _Valued(**{each.name: getattr(shape, each.name) for each in fields(shape)})
-
-
-def _stages(tensors: Shapes, learner: LearnerConfig) -> Sequence[Shapes]:
-    return stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline, edge_layers=learner.edge_layers)
-
-
-def _largest_stage(tensors: Shapes, learner: LearnerConfig) -> Shapes:
-    split = learner.tensor_parallel, learner.expert_parallel
-    return max(_stages(tensors, learner), key=lambda stage: rank_elements(stage, *split))
-
-
-def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_parallel: int = 1) -> int:
-    """Return the elements of a rank's buffer of trained weights, or of gradients, with a distributed optimizer.
-
-    Experts have a buffer of their own.
-
-    Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of
-    shares (``_ParamAndGradBuffer``, megatron-core 0.16). With overlap there are several buckets, and their ends add
-    some KB.
-    """
-    joint: dict[str, int] = defaultdict(int)
-    for name, tensor in tensors.items():
-        # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP. Adapters have
-        # their own.
-        place = name
-        if ".lora_" not in name:
-            place = re.sub(r"\b(gate|up)_proj\b", "fc1", re.sub(r"\b[qkv]_proj\b", "qkv", name))
-        joint[place] += math.prod(tensor) // split_of(name, tensor_parallel)
-    divisor = math.lcm(shares, 128)
-    aligned = sum(-(-elements // 64) * 64 // split_of(name, 1, expert_parallel) for name, elements in joint.items())
-    return -(-aligned // divisor) * divisor
-
-
-def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
-    """Return the number of ranks over which a tensor is split: 1 for norms, routers, a value head, some biases."""
-    if _EXPERTS in name:
-        return expert_parallel
-    is_unsplit = is_whole(name) or "norm" in name or name == VALUE_HEAD
-    return 1 if is_unsplit or name.endswith(("o_proj.bias", "down_proj.bias", ".gate.weight")) else tensor_parallel
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:

@@ -67,7 +67,7 @@ class RunState:
     run: str
     settings: RunSettings = field(default_factory=RunSettings)
     step: int = 0
-    ended_early: bool = False
+    has_end: bool = False
     """It has ended before its last step."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest step."""
@@ -86,7 +86,7 @@ class RunState:
         found = FoundSeries(self.run)
         found.add_all({"bus/up": float(self.up), "bus/full": float(bool(self.full)), "run/step": float(self.step)})
         if steps := self.settings.steps:
-            ended = self.ended_early or self.step >= steps
+            ended = self.has_end or self.step >= steps
             found.add_all({"run/steps": float(steps), "run/ended": float(ended)})
         known = thresholds(self.settings.alarms, self.settings.context) if self.settings.row else {}
         for alarm, bounds in known.items():
@@ -261,7 +261,7 @@ async def read_rows(bus: Bus, state: RunState) -> None:
 
 async def _read_streams(bus: Bus, state: RunState) -> None:
     state.settings = RunSettings((await bus.rows("run").read("config"))[0])
-    state.ended_early = (await bus.rows("run").read(subjects.END_KEY))[1] > 0
+    state.has_end = (await bus.rows("run").read(subjects.END_KEY))[1] > 0
     for name in _short_names(bus):
         try:
             stored = await bus.jet.state(name)

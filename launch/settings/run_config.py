@@ -152,7 +152,9 @@ class RunConfig:
         routed, algorithm = self.learner.routing_replay == ROLLOUT, self.learner.algorithm
         sections = {
             "bus": dataclasses.replace(self.bus, rollouts=tuple(sorted(self.rollouts))),
-            "engine": dataclasses.replace(self.engine, colocated=self.learner.colocated, routed_experts=routed),
+            "engine": dataclasses.replace(
+                self.engine, colocated=self.learner.colocated, routed_experts=routed, family=self.learner.family
+            ),
             "actor": dataclasses.replace(
                 self.actor, routed_experts=routed, teacher_top_k=algorithm.distill.top_k if self.actor.teachers else 0
             ),
@@ -275,6 +277,7 @@ _LATER_OF_LEARNER: JsonMapping = {
     "last_stage_layers": 0,
     "grouped_experts": "auto",
     "bridge": "",
+    "family": "",
 }
 _LATER_OF_ALGORITHM: JsonMapping = {
     "sft_coef": 0.0,

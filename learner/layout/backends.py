@@ -32,8 +32,9 @@ def choose_backend(
     needs += ["model.megatron_checkpoint"] if megatron_checkpoint else []
     if needs:
         return BackendChoice(kind=MEGATRON, reason=f"{needs[0]} needs it")
-    if learner.mtp_loss_scaling_factor:
-        return BackendChoice(kind=FSDP, reason="learner.mtp_loss_scaling_factor needs it")
+    if learner.mtp_loss_scaling_factor or learner.family:
+        setting = "family" if learner.family else "mtp_loss_scaling_factor"
+        return BackendChoice(kind=FSDP, reason=f"learner.{setting} needs it")
     family = values.get("model_type")
     if family in FAMILIES:
         return BackendChoice(kind=MEGATRON, reason=f"{family} is one of its families")

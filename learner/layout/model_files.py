@@ -35,6 +35,9 @@ class StoredTensor:
     dtype: str
     """As the header has it: ``BF16``."""
     shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+    num_bytes: int
 
 
 def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
@@ -134,6 +137,12 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     if file.stat().st_size < 8 + length + end:
         raise ValueError(f"{file}: cut off after {file.stat().st_size} of {8 + length + end} bytes")
     return {
-        name: StoredTensor(file=file, dtype=entry["dtype"], shape=tuple(entry["shape"]))
+        name: StoredTensor(
+            file=file,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            offset=8 + length + entry["data_offsets"][0],
+            num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
         for name, entry in header.items()
     }

@@ -46,19 +46,19 @@ class Converter(Protocol):
     def one_process(self) -> AbstractContextManager[Parallel]:
         """Form the groups of this process alone, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
-    def read(self, checkpoint: Path, model_dir: Path, ranks: Parallel, *, bridge_class: str = "") -> tuple[Policy, int]:
+    def read(self, checkpoint: Path, model_dir: Path, ranks: Parallel, *, code_path: str = "") -> tuple[Policy, int]:
         """Return a model with the weights of a checkpoint, and its step. Raises ConfigRefused for another model."""
 
-    def write(self, directory: Path, model_dir: Path, ranks: Parallel, *, dtype: str, bridge_class: str = "") -> None:
+    def write(self, directory: Path, model_dir: Path, ranks: Parallel, *, dtype: str, code_path: str = "") -> None:
         """Write the weights of a model directory as a checkpoint without a manifest. Raises ConfigRefused, OSError."""
 
 
 class Conversion:
     """Models and checkpoints of one backend, with the groups of this process."""
 
-    def __init__(self, converter: Converter, ranks: Parallel, *, bridge_class: str = "") -> None:
-        """``ranks``: of the converter's ``one_process``. ``bridge_class``: import path; empty = by model type."""
-        self._converter, self._ranks, self._bridge_class = converter, ranks, bridge_class
+    def __init__(self, converter: Converter, ranks: Parallel, *, code_path: str = "") -> None:
+        """``ranks``: of the converter's ``one_process``. ``code_path``: of the user's bridge or family."""
+        self._converter, self._ranks, self._code_path = converter, ranks, code_path
 
     def to_model(self, checkpoint: Path, out: Path, model_dir: Path) -> int:
         """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns its
@@ -88,7 +88,7 @@ class Conversion:
         aside = out.with_name(f"{out.name}-{nonce()}.tmp")
         aside.mkdir(parents=True)
         try:
-            self._converter.write(aside, model_dir, self._ranks, dtype=dtype, bridge_class=self._bridge_class)
+            self._converter.write(aside, model_dir, self._ranks, dtype=dtype, code_path=self._code_path)
             disk.commit(aside, b"", extra={"step": 0, "world": 1}).rename(out)
         except (LearnerError, OSError):
             shutil.rmtree(aside, ignore_errors=True)
@@ -97,15 +97,15 @@ class Conversion:
     def _read(self, checkpoint: Path, model_dir: Path) -> tuple[Policy, int]:
         _verify(checkpoint)
         with _readable(checkpoint, *self._converter.ERRORS):
-            return self._converter.read(checkpoint, model_dir, self._ranks, bridge_class=self._bridge_class)
+            return self._converter.read(checkpoint, model_dir, self._ranks, code_path=self._code_path)
 
 
 @contextmanager
-def one_process(kind: str, *, bridge_class: str = "") -> Iterator[Conversion]:
+def one_process(kind: str, *, code_path: str = "") -> Iterator[Conversion]:
     """Open the conversion of a backend's files, with the groups of this process alone. Raises ConfigRefused."""
     converter = _open_converter(kind)
     with converter.one_process() as ranks:
-        yield Conversion(converter, ranks, bridge_class=bridge_class)
+        yield Conversion(converter, ranks, code_path=code_path)
 
 
 def kind_of(checkpoint: Path) -> str:

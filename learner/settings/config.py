@@ -184,6 +184,8 @@ class LearnerConfig:
     """Weight of the loss of the model's heads for further tokens (MTP), which it trains; 0 = they stay as they are."""
     bridge: str = ""
     """module:Class of a bridge to Megatron for another model family (docs/models.md); empty = by ``model_type``."""
+    family: Hook = ""
+    """module:name of a ``Family`` for FSDP2, whose module may register a model with transformers (docs/families.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     attention: Literal["auto", "sdpa", "varlen", "cudnn"] = "auto"

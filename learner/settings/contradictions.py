@@ -51,6 +51,8 @@ def _refuse_other_backends(learner: "LearnerConfig") -> None:
         _refuse_copies(learner)
     if learner.mtp_loss_scaling_factor:
         _refuse_heads(learner)
+    if learner.family and (learner.backend == MEGATRON or (learner.backend != FSDP and megatron_settings(learner))):
+        raise ValueError(f"family: want none where Megatron trains (its setting is bridge), got {learner.family!r}")
     for name, default in megatron_settings(learner).items() if learner.backend == FSDP else ():
         got = getattr(learner, name)
         raise ValueError(f"{name}: want {default!r} with backend: fsdp, where {OF_MEGATRON[name]}, got {got!r}")

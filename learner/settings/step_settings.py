@@ -97,8 +97,8 @@ def with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 BUILT_IN = (
-    *("optimizer.name", "optimizer.freeze", "critic", "hooks", "dtype", "megatron", "bridge", "from_checkpoint"),
-    *("moe_aux_loss_coef", "moe_bias_update_rate", "routing_replay", "mtp_loss_scaling_factor"),
+    *("optimizer.name", "optimizer.freeze", "critic", "hooks", "dtype", "megatron", "bridge", "family"),
+    *("from_checkpoint", "moe_aux_loss_coef", "moe_bias_update_rate", "routing_replay", "mtp_loss_scaling_factor"),
     *("algorithm.kl.reference", "algorithm.kl.reference_every", "algorithm.kl.reference_ema"),
 )
 """Settings below ``learner`` that no rank can change between two steps, and ``weights.push_every``."""

@@ -2,6 +2,7 @@
 
 python -m tests.bench in_flight [--shapes tiny late ...]
 python -m tests.bench in_flight --runs launch/configs/digits.yaml ... [--steps 60] [--fixed 64 256 1024] [--rounds 1]
+    [--set KEY=VALUE ...]
 
 Actors (with the real ``SampleLimit``), engines, feeder and learner are simulated: an engine decodes one token for all
 of its rows in a time that grows with them, responses beyond its rows wait, its figures reach the actors a second late,
@@ -10,6 +11,8 @@ seconds until all steps are trained, with each fixed number and with auto, and t
 
 ``--runs``: shipped configurations as they are (by file, since ``digits`` names a bench, too), in turn: steps a second
 of wall time and of processor time, from the tenth step to the last. Beside other work only the second counts.
+``--set``: settings of these runs. Responses of very different lengths: digits with ``sampling.max_new_tokens=400``,
+``prepare.model.max_position_embeddings=512``, whose untrained model ends at each token with a probability of 1/16.
 """
 
 import argparse
@@ -228,12 +231,12 @@ def ratio(seconds: dict[int | str, float]) -> float:
     return seconds[AUTO] / min(value for setting, value in seconds.items() if setting != AUTO)
 
 
-def measure_run(name: str, setting: int | str, steps: int) -> tuple[float, float]:
+def measure_run(name: str, setting: int | str, steps: int, settings: Sequence[str] = ()) -> tuple[float, float]:
     """Return steps a second of wall time, and of the processor time of all processes, of one run."""
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place) / "run"
         values = (f"directory={directory}", f"learner.steps={steps}", f"actor.max_samples_in_flight={setting}")
-        words = [word for value in (*values, "up.require_reward=0") for word in ("--set", value)]
+        words = [word for value in (*settings, *values, "up.require_reward=0") for word in ("--set", value)]
         command = [sys.executable, "-m", "tidemill", "up", name, "--fresh", *words]
         log = Path(place) / "log"
         run = metered(command, lines_file=directory / "metrics.jsonl", log_file=log, directory=ROOT)
@@ -242,12 +245,14 @@ def measure_run(name: str, setting: int | str, steps: int) -> tuple[float, float
     return trained / (end.wall_s - begin.wall_s), trained / (end.cpu_s - begin.cpu_s)
 
 
-def compare_runs(name: str, settings: Sequence[int | str], *, steps: int, rounds: int) -> None:
-    """Print the medians of the settings, and the ratios of auto to the best fixed number."""
+def compare_runs(
+    name: str, settings: Sequence[int | str], *, steps: int, rounds: int, changes: Sequence[str] = ()
+) -> None:
+    """Print the medians of the settings, and the ratios of auto to the best fixed number. ``changes``: of the runs."""
     rates: dict[int | str, list[tuple[float, float]]] = {setting: [] for setting in settings}
     for _ in range(rounds):
         for setting in settings:
-            rates[setting].append(measure_run(name, setting, steps))
+            rates[setting].append(measure_run(name, setting, steps, changes))
     for place, unit in enumerate(("wall", "CPU")):
         median = {setting: statistics.median(rate[place] for rate in rates[setting]) for setting in settings}
         best = max((setting for setting in settings if setting != AUTO), key=lambda setting: median[setting])
@@ -263,9 +268,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--fixed", type=int, nargs="*", default=[64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all runs")
     args = parser.parse_args()
     for name in args.runs:
-        compare_runs(name, (AUTO, *args.fixed), steps=args.steps, rounds=args.rounds)
+        compare_runs(name, (AUTO, *args.fixed), steps=args.steps, rounds=args.rounds, changes=args.set)
     for name in args.shapes if not args.runs else ():
         seconds = compare(SHAPES[name])
         print(f"{name:9}" + " ".join(f"{setting}:{value:.0f}" for setting, value in seconds.items()))

@@ -47,7 +47,6 @@ async def test_one_of_two_decides_and_the_other_takes_over(open_bus: BusOpener) 
         async with running(first) as (_, task):
             before = await until(lambda: owner(bus))
             async with running(second) as (draining, heir):
-
                 owners = set[str]()
 
                 async def beats() -> bool:

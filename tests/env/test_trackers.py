@@ -1,14 +1,17 @@
-"""`tidemill metrics` into the stores of MLflow and Trackio, by the libraries themselves, read back as databases.
+"""`tidemill metrics` into the stores of MLflow and Trackio, by the libraries themselves, read back as databases; and
+traces into MLflow's server, a collector of OpenTelemetry.
 
 Their packages are beside ours on the path of the command alone (``--trackers``), as those of a user would be.
 """
 
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Mapping
+import urllib.request
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +19,9 @@ import pytest
 
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_metrics_export import LIMIT_S, scores, steps
+from tests.integration.test_traces import one, written
+from tests.waits import poll
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done
 from tidemill.launch.metrics.trackers import mlflow_name
@@ -94,3 +100,46 @@ async def test_trackio_has_the_steps(open_bus: BusOpener, tmp_path: Path, packag
 )
 def test_names_are_fit_for_mlflow(name: str, accepted: str) -> None:
     assert mlflow_name(name) == accepted
+
+
+@pytest.fixture
+def collector(tmp_path: Path, packages: Path) -> Iterator[tuple[str, Path]]:
+    """Start MLflow's server, which takes spans of OpenTelemetry into its database; yield its address and the latter."""
+    database = tmp_path / "mlflow.db"
+    with KeptPort() as kept:
+        words = ["--backend-store-uri", f"sqlite:///{database}", "--port", str(kept.number), "--workers", "1"]
+        variables = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        server = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", *words],
+            env={**os.environ, "PYTHONPATH": str(packages), **variables},
+            cwd=tmp_path,
+            process_group=0,
+        )
+        try:
+            poll(lambda: server.poll() is not None or _answers(kept.number))
+            assert server.poll() is None, "the server has ended"
+            yield f"http://127.0.0.1:{kept.number}", database
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+async def test_traces_arrive_at_a_collector(open_bus: BusOpener, collector: tuple[str, Path], packages: Path) -> None:
+    endpoint, database = collector
+    async with open_bus() as bus:
+        await written(bus, one(bus, 0), one(bus, 1))
+        words = ("traces", "--option", f"endpoint={endpoint}", "--option", "every=1")
+        done = export(bus, packages, *words, OTEL_EXPORTER_OTLP_HEADERS="x-mlflow-experiment-id=0")
+    assert done == "2 samples traced in 13 spans", "the second was dropped, not trained"
+    spans = rows(database, "SELECT name, count(*), count(DISTINCT trace_id) FROM spans GROUP BY name ORDER BY name")
+    twice = ("buffered", "generating", "queued", "reward", "sample", "tools")
+    assert spans == [*((name, 2, 2) for name in twice), ("trained", 1, 1)]
+    assert rows(database, "SELECT count(*) FROM spans WHERE parent_span_id IS NULL") == [(2,)]

@@ -76,9 +76,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def measured(directory: Path, *, recompute: bool = False) -> tuple[FsdpModel, dict[str, Any]]:
+def measured(directory: Path, *, recompute: bool = False, family: str = "") -> tuple[FsdpModel, dict[str, Any]]:
     """Return a family's model on all ranks, and its differences from transformers. Collective."""
-    model = open_model(directory, dtype="float32", place=place_here(), recompute=recompute)
+    model = open_model(directory, dtype="float32", place=place_here(), recompute=recompute, family=family)
     plain = plain_model(directory)
     log_probs_TV, gradients = row_pass(model)
     wanted_TV, wanted = plain_pass(plain)

@@ -1,5 +1,7 @@
 """Tensors that no backend trains (heads for further tokens, images) are in every directory of a trained model."""
 
+import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from tests.mtp_models import NAMED, NUMBERED, files_of, rewrite, write_with_head
 from tests.tiny_models import write_tiny_model
 from tidemill.launch.cli.main import main
 from tidemill.learner.layout.model_files import beside_text_in, mtp_in
-from tidemill.learner.trainer.kept_tensors import KeptTensors, write_model
+from tidemill.learner.trainer.kept_tensors import KeptTensors, digest, write_model
 from tidemill.weightstore.format.manifest import Manifest
 
 FAMILIES = (*NUMBERED, *NAMED) if THOROUGH else ("deepseek_v3", "qwen3_5_moe")
@@ -120,6 +122,21 @@ def test_encoded_heads_are_plain_in_a_plain_model(tmp_path: Path) -> None:
     assert f"{name}_scale_inv" not in kept
     assert torch.equal(kept[name], (encoded.float() / 8).bfloat16())
     assert {spec.dtype for spec in kept.specs} == {"bfloat16"}
+
+
+def test_a_start_reads_the_beginning_of_each_head(tmp_path: Path) -> None:
+    """Every start computes the digest, also of a head (here a sparse file) that takes minutes to read."""
+    write_tiny_model(tmp_path, "qwen3")
+    digests = set()
+    for value in (b"a", b"b"):
+        size = 1 << 40
+        tensor = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+        header = json.dumps({"mtp.fc.weight": tensor}).encode()
+        with (tmp_path / "mtp.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header + value)
+            file.truncate(8 + len(header) + size)
+        digests.add(digest(tmp_path))
+    assert len(digests) == 2
 
 
 @pytest.mark.parametrize("family", NAMES)

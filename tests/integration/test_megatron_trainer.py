@@ -659,7 +659,8 @@ def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkp
     )
     again = trainer(target=99.0, delta=0.25, coef_max=0.4)
     again.restore(low.numbers)
-    assert again.entropy_bonus == low.entropy_bonus and again.train(batches[0])["train/entropy_coef"] == 0.4
+    assert again.adaptive.entropy_bonus == low.adaptive.entropy_bonus
+    assert again.train(batches[0])["train/entropy_coef"] == 0.4
     high = trainer(target=1e-3)
     assert [high.train(batch)["train/entropy_coef"] for batch in batches] == [0.01, 0, 0]
     again.restore(high.numbers)
@@ -690,7 +691,7 @@ def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(
     rewards_N = batches[0].rewards_N.astype(float)
     for role in (0, 1):
         share = 1 - 0.5 ** len(rewards_N[role::2])
-        assert first.baselines[str(role)] == pytest.approx(share * rewards_N[role::2].mean(), rel=1e-12)
+        assert first.adaptive.baselines[str(role)] == pytest.approx(share * rewards_N[role::2].mean(), rel=1e-12)
     state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, numbers=first.numbers)
     wanted = [first.train(batch) for batch in batches[1:]]
     again, optimizer = trainer()
@@ -701,11 +702,11 @@ def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(
             "train/step_seconds",
             "train/tokens_per_second",
         }
-    assert again.baselines == first.baselines and again.numbers == first.numbers
+    assert again.adaptive.baselines == first.adaptive.baselines and again.numbers == first.numbers
     assert wanted[0]["train/baseline_mean"] != wanted[1]["train/baseline_mean"]
     plain, _ = trainer(advantage="grpo", rae={"role": "", "decay": 0.95})
     plain.restore(first.numbers)  # of a run with baselines, which this one has no use for
-    assert not plain.baselines and "train/baseline_mean" not in plain.train(batches[0])
+    assert not plain.adaptive.baselines and "train/baseline_mean" not in plain.train(batches[0])
     with refusal(ValueError, place=re.compile(r"rae\.role$"), got="'palyer'"):
         trainer(rae={"role": "palyer"})[0].train(batches[0])
 

@@ -21,7 +21,8 @@ from tests.rank_sizes import rank_parameters
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.activations import Activations
-from tidemill.launch.devices.memory_table import buffer_elements, memory_rows, optimizer_bytes, parameters
+from tidemill.launch.devices.memory_table import memory_rows, optimizer_bytes, parameters
+from tidemill.launch.devices.rank_elements import buffer_elements
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.backends.megatron import groups
 from tidemill.learner.backends.megatron.cpu_shim import megatron_device, plain_torch
@@ -123,6 +124,29 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
     assert copies.bytes == row.bytes
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("muon", "bfloat16"), ("sgd", "float32"), *rarely([("muon", "float32")])])
+def test_the_table_agrees_with_the_state_of_another_optimizer(
+    world: Parallel, tmp_path: Path, name: str, dtype: str
+) -> None:
+    """Also of the embedding and the norms, which Muon updates as Adam does."""
+    model_dir = write_tiny_model(tmp_path, "qwen3", num_hidden_layers=2, tied=False, **SIZES)
+    config = load([], (f"learner.optimizer.name={name}", f"learner.dtype={dtype}")).config
+    table = memory_rows(ModelShape.read(model_dir), config, cuda=False)
+    words = {"muon": "Muon: momentum of matrices, Adam's two moments of others", "sgd": "SGD: momentum"}[name]
+    (row,) = (row for row in table if row.part.startswith(words))
+    policy = build_policy(model_dir, dtype=dtype, parallel=world)
+    optimizer = MegatronOptimizer(policy, config.learner.optimizer, steps=2)
+    optimizer.zero_grad()
+    with megatron_device():
+        optimizer.step(1, loss=0.0)
+    inner = optimizer.inner.optimizer
+    tensors = [
+        *(tensor for state in inner.state.values() for tensor in state.values()),
+        *(weight for group in inner.param_groups for weight in group["params"] if dtype != "float32"),
+    ]
+    assert sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor) and tensor.dim()) == row.bytes
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "recompute"), some(product(["qwen3", "llama", "glm4"], DTYPES, ["selective", "full"]), 5)
 )
@@ -178,7 +202,7 @@ def test_the_table_agrees_with_a_rank_that_trains_adapters(world: Parallel, tmp_
         others=OtherModels(proximal=proximal),
         copies=copies,
     )
-    assert copies.bytes == rows["copy of weights and Adam's state"]
+    assert copies.bytes == rows["copy of weights and the optimizer's state"]
 
 
 @pytest.mark.parametrize(("family", "dtype", "targets"), some(product(["qwen3", "llama"], DTYPES, ADAPTED), 5))

@@ -76,6 +76,7 @@ def test_an_open_page_follows_the_run(address: str, live: LiveRun, browser: Any)
         reader.wait(f"step => ({STEPS_OF})('train/entropy')?.at(-1) === step", step)
         assert reader.page.evaluate(STEPS_OF, "train/entropy") == list(range(1, step + 1))
         reader.show("fleet")
+        reader.wait("() => /v0, [0-9]+ behind/.test(document.querySelector('[aria-label=Now]').textContent)")
         stored = "Number([...document.querySelectorAll('.fact dd')][2].textContent.replace(',', ''))"
         before = reader.page.evaluate(stored)
         live.publish(4_000, 0)

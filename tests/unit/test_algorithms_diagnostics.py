@@ -21,12 +21,11 @@ from tidemill.learner.algorithms.diagnostics import (
     PROBABILITIES,
     UNCERTAIN,
     Sums,
-    finalize,
     merged,
     num_lag_buckets,
-    sample_metrics,
     token_sums,
 )
+from tidemill.learner.algorithms.metrics import finalize, sample_metrics
 
 LENGTHS = (9, 3, 14, 1, 20, 6)
 MAX_LAG = 2

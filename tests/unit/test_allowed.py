@@ -32,6 +32,7 @@ OPEN = {
     "actor.gateway.untrained_models": "names in the requests of its programs",
     "actor.gateway.renderer_options": "switches and texts of its prompts, checked by the library",
     "engine.kind": "a name of a table",
+    "engine.family": "follows from learner.family, which is guarded",
     "engine.host": "an address it listens at",
     "engine.advertise": "the address others find it at; never taken from the bus",
     "engine.device": "one of three",
@@ -60,7 +61,7 @@ def test_every_setting_that_is_no_number_is_guarded_or_open_for_a_reason() -> No
         for name, kind in types.items()
         if kind not in (int, float, bool)
     }
-    assert found | {"rollouts"} == GUARDED.keys() | OPEN.keys()
+    assert found | {"rollouts", "learner.family"} == GUARDED.keys() | OPEN.keys()
 
 
 def row(**sglang: Any) -> dict[str, Any]:
@@ -170,6 +171,14 @@ def test_what_names_a_program_or_a_file_is_refused_with_the_way_to_allow_it(
     for good in (pattern, setting):
         refuse_foreign(row(**sglang), "engine", checked([good]), where="run r")
     refuse_foreign(row(**sglang), "actor", (), where="run r")
+
+
+def test_a_family_of_ones_own_is_code_of_engines() -> None:
+    values = {"learner": {"family": "os:environ"}}
+    with refusal(NotAllowed, named=re.compile(r"^learner\.family=os:environ names code")):
+        refuse_foreign(values, "engine", (), where="the row")
+    refuse_foreign(values, "engine", checked(["learner.family=os:*"]), where="the row")
+    refuse_foreign(values, "actor", (), where="the row")
 
 
 def test_an_import_path_is_code() -> None:

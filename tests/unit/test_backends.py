@@ -125,6 +125,18 @@ def test_a_check_refuses_what_transformers_and_fsdp_lack(tmp_path: Path) -> None
     assert "model.megatron_checkpoint" in error
 
 
+def test_a_family_of_ones_own_is_trained_by_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "brook_family.py").write_text("FAMILY = 'the ranks look at it'")
+    monkeypatch.syspath_prepend(tmp_path)
+    errors, good = findings(tmp_path / "a", "learner.family=brook_family:FAMILY", family="brook")
+    assert errors == [] and "trained by fsdp (learner.family needs it)" in good[0]
+    [error], _ = findings(tmp_path / "b", "learner.family=nothere:FAMILY", family="brook")
+    assert "learner.family: want a Family, got 'nothere:FAMILY'" in error
+    for settings in ({"backend": "megatron"}, {"tensor_parallel": 2}):
+        with refusal(ValueError, place="family"):
+            LearnerConfig(family="my_family:FAMILY", **settings)  # type: ignore[arg-type]
+
+
 HEAD = "mtp.layers.0.self_attn.q_proj.weight"
 
 

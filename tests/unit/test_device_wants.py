@@ -367,7 +367,7 @@ def test_a_family_of_sglang_alone_has_its_memory_checked_by_its_tensors(
     (error,) = [
         finding.text for finding in check(load(file, settings), Purpose()).errors if finding.topic == "host memory"
     ]
-    assert "copy of weights and Adam's state, for checkpoints" in error
+    assert "copy of weights and the optimizer's state, for checkpoints" in error
     words = [word for setting in settings for word in ("--set", setting)]
     assert cli.main(["config", str(file), *words, "--memory"]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -129,7 +129,7 @@ def test_a_critic_is_one_more_model_with_a_value_head() -> None:
     lm_head, head = SHAPE.vocab_size * SHAPE.hidden, SHAPE.hidden
     assert both["rank", "critic: weights"].bytes == one["rank", "weights"].bytes - 2 * (lm_head // 2 - head)
     assert both["rank", "critic: Adam: two moments and main weights"].bytes == 6 * both["rank", "critic: weights"].bytes
-    copy = ("rank", "copy of weights and Adam's state")
+    copy = ("rank", "copy of weights and the optimizer's state")
     assert both[copy].bytes == one[copy].bytes + 7 * both["rank", "critic: weights"].bytes
     kept = ("rank", "activations kept for the backward pass")
     assert both[kept] == one[kept], "policy and critic take turns"

@@ -228,7 +228,7 @@ def test_every_example_of_extending_is_shown_or_named() -> None:
     page = ROOT / "docs/extending.md"
     shown, text = fenced(page, "python"), page.read_text()
     files = {path.name: path.read_text() for path in (ROOT / "docs/examples/extending").glob("*.py")}
-    assert len(files) == 14
+    assert len(files) == 15
     assert set(shown) <= set(files.values())
     assert [
         name for name, code in files.items() if code not in shown and f"(examples/extending/{name})" not in text

@@ -55,6 +55,7 @@ def test_settings_are_read_back_from_their_record(name: str) -> None:
         ("learner.hooks", {"hooks": HooksConfig(before_step="mine:hook")}),
         ("learner.dtype", {"dtype": "bfloat16"}),
         ("learner.bridge", {"bridge": "mine:Bridge"}),
+        ("learner.family", {"family": "mine:FAMILY"}),
         ("learner.from_checkpoint", {"from_checkpoint": "/other"}),
         ("learner.moe_aux_loss_coef", {"moe_aux_loss_coef": 0.1}),
         ("learner.routing_replay", {"routing_replay": "old"}),

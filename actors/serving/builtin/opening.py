@@ -19,6 +19,7 @@ from tidemill.actors.serving.builtin.runner import ModelRunner
 from tidemill.actors.serving.builtin.shape import ModelFacts, ModelShape, choose_runner
 from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
+from tidemill.bus.system.functions import find_object
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,9 @@ class OpenedModel:
 
 
 def open_model(model_dir: Path, config: EngineConfig) -> OpenedModel:
-    """Load a model directory. Raises UnsupportedModel, NoDevice, SnapshotBroken, UpdateRefused for wrong tensors."""
+    """Load a model directory. Raises UnsupportedModel, NoDevice, SnapshotBroken, UpdateRefused for wrong tensors,
+    FunctionRefused.
+    """
     shape, reason = choose_runner(config.runner, lambda: ModelShape.read(model_dir))
     device = _device(config)
     name = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
@@ -84,6 +87,8 @@ def _open_transformers(model_dir: Path, config: EngineConfig, dtype: torch.dtype
     from tidemill.actors.serving.builtin.transformers_runner import TransformersRunner
     from tidemill.actors.serving.builtin.transformers_weights import facts_of, load_transformers_model
 
+    if config.family:
+        find_object(config.family, "learner.family")
     weights = load_transformers_model(model_dir, dtype=dtype, device=device)
     facts, probed = facts_of(weights.model, model_dir), probe(weights.model)
     num_blocks = _num_blocks(row_sizes(probed, facts.max_positions), config, device)

@@ -29,11 +29,12 @@ class SizesRead(msgspec.Struct):
     reason: str = ""
 
 
-def read_row_sizes(model_dir: Path) -> Mapping[str, RowSizes]:
-    """Return the sizes of rows of a model by dtype (float32, bfloat16). Takes seconds. Raises UnsupportedModel for a
-    model that transformers cannot run here.
+def read_row_sizes(model_dir: Path, family: str = "") -> Mapping[str, RowSizes]:
+    """Return the sizes of rows of a model by dtype (float32, bfloat16). Takes seconds. ``family``: ``learner.family``.
+
+    Raises UnsupportedModel for a model that transformers cannot run here.
     """
-    command = [sys.executable, "-m", CHILD, str(model_dir)]
+    command = [sys.executable, "-m", CHILD, str(model_dir), family]
     try:
         done = execute(command, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired as error:

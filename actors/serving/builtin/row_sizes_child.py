@@ -1,4 +1,6 @@
-"""Child of ``row_sizes.py``: print the sizes of rows of the model directory in the first argument, as JSON."""
+"""Child of ``row_sizes.py``: print the sizes of rows of the model directory in the first argument, as JSON. The
+second argument is ``learner.family``, or empty.
+"""
 
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from tidemill.actors.serving.builtin.blocks import RowSizes
 from tidemill.actors.serving.builtin.row_sizes import SizesRead
 from tidemill.actors.serving.builtin.transformers_cache import probe, row_sizes
 from tidemill.actors.serving.builtin.transformers_weights import facts_of, model_options
+from tidemill.bus.system.functions import FunctionRefused, find_object
 
 DTYPES = ("float32", "bfloat16")
 
@@ -28,9 +31,13 @@ def sizes_on_meta(model_dir: Path, dtype: str) -> RowSizes:
 
 def main() -> None:
     """Print the sizes, or why there are none."""
-    model_dir = Path(sys.argv[1])
+    model_dir, family = Path(sys.argv[1]), sys.argv[2]
     try:
+        if family:
+            find_object(family, "learner.family")
         read = SizesRead(sizes={dtype: sizes_on_meta(model_dir, dtype) for dtype in DTYPES})
+    except FunctionRefused as error:
+        read = SizesRead(where="learner.family", reason=str(error))
     except UnsupportedModel as error:
         read = SizesRead(where=error.where, reason=error.reason)
     sys.stdout.write(msgspec.json.encode(read).decode())

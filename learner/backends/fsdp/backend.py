@@ -97,6 +97,7 @@ class FsdpBackend:
             fused=kernel.kernel == "fused",
             value_head=value_head,
             further=further,
+            family=learner.family,
         )
 
     def open_optimizer(

@@ -10,7 +10,6 @@ from tidemill.learner.backends.fsdp import state
 from tidemill.learner.backends.fsdp.backend import FsdpBackend
 from tidemill.learner.backends.fsdp.lora import Tuning
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
-from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.trainer.checkpoint_facts import adapters_in, read_facts
@@ -31,25 +30,20 @@ def one_process() -> Iterator[Parallel]:
         backend.leave()
 
 
-def read(checkpoint: Path, model_dir: Path, ranks: Parallel, *, bridge_class: str = "") -> tuple[FsdpPolicy, int]:
+def read(checkpoint: Path, model_dir: Path, ranks: Parallel, *, code_path: str = "") -> tuple[FsdpPolicy, int]:
     """Return a model with the weights of a checkpoint, and its step. Raises ConfigRefused for another model.
 
     Weights are float32 in a checkpoint. It records the dtype of the passes, in which they are exported.
     """
-    _refuse_bridge(bridge_class)
     facts = read_facts(checkpoint)
     tuning = Tuning(lora=adapters_in(facts))
     further = bool(facts.get("further"))
-    policy = build_policy(model_dir, dtype=facts["dtype"], parallel=ranks, tuning=tuning, further=further)
+    policy = build_policy(
+        model_dir, dtype=facts["dtype"], parallel=ranks, tuning=tuning, further=further, family=code_path
+    )
     return policy, state.load_model(checkpoint, policy=policy, setting="--model")
 
 
-def write(directory: Path, model_dir: Path, ranks: Parallel, *, dtype: str, bridge_class: str = "") -> None:
+def write(directory: Path, model_dir: Path, ranks: Parallel, *, dtype: str, code_path: str = "") -> None:
     """Write the weights of a model directory as a checkpoint without a manifest. Raises ConfigRefused, OSError."""
-    _refuse_bridge(bridge_class)
-    state.save_model(directory, policy=build_policy(model_dir, dtype=dtype, parallel=ranks))
-
-
-def _refuse_bridge(bridge_class: str) -> None:
-    if bridge_class:
-        raise ConfigRefused("--bridge", "none with learner.backend: fsdp: it leads to Megatron's layers", bridge_class)
+    state.save_model(directory, policy=build_policy(model_dir, dtype=dtype, parallel=ranks, family=code_path))

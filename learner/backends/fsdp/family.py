@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tidemill.bus.system.functions import find_object
+from tidemill.learner.errors import ConfigRefused
+
+SETTING, WANT = "learner.family", "module:name"
 _PLACE = "tidemill.learner.backends.fsdp.families"
 
 
@@ -42,6 +46,18 @@ class Family:
     """What the module returns to its layer for the hidden states of the row, [1, T, H]."""
     fit: Callable[[dict[str, Any]], None] = lambda settings: None
     """Changes the settings of the small model of the self-test, whose layers, widths and heads have been cut."""
+
+
+def load_family(path: str) -> Family | None:
+    """Return the user's rules at ``module:name``; None = the path is empty. Call it before the configuration is read,
+    because the module may register its model type with transformers. Raises FunctionRefused, ConfigRefused.
+    """
+    if not path:
+        return None
+    family = find_object(path, SETTING, want=WANT)
+    if not isinstance(family, Family):
+        raise ConfigRefused(SETTING, f"{WANT}, a Family", f"{path}: {type(family).__name__}")
+    return family
 
 
 def family_of(config: Any) -> Family:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tidemill.learner.backends.fsdp import weights
+from tidemill.learner.backends.fsdp.family import load_family
 from tidemill.learner.backends.fsdp.further import add_heads, further_states, heads_of, names_of_heads
 from tidemill.learner.backends.fsdp.opening import Transformer, build, read_config
 from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
@@ -215,6 +216,7 @@ def open_model(
     prepare: Callable[[Any], None] | None = None,
     further: bool = False,
     freeze: Sequence[str] = (),
+    family: str = "",
 ) -> FsdpModel:
     """Return the model of a directory, divided over the ranks of a place. Collective.
 
@@ -223,10 +225,11 @@ def open_model(
     compute each layer again in the backward pass. ``cpu_offload``: keep the parts in host memory. ``value_head``: for a
     critic. ``prepare``: gets the model of transformers, without memory, before it is divided, and may freeze parameters
     and add some; these have no values then. ``further``: with the heads for further tokens (MTP) of the files, not all
-    of which ``freeze`` may name. Raises ConfigRefused, on all ranks.
+    of which ``freeze`` may name. ``family``: ``learner.family``. Raises ConfigRefused, on all ranks, FunctionRefused.
     """
+    rules = load_family(family)
     config = read_config(model_dir)
-    findings = place.from_first(lambda: self_test(config, place.device))
+    findings = place.from_first(lambda: self_test(config, place.device, rules))
     rows = "packed" if findings.packed else "padded"
     log.info("model_family type=%s rows=%s reason=%s", config.model_type, rows, findings.reason)
     heads = place.from_first(lambda: _num_heads(config, model_dir, findings, freeze)) if further else 0
@@ -241,6 +244,7 @@ def open_model(
             packed=findings.packed,
             kernel=kernel.kernel,
             prepare=partial(add_heads, heads=heads) if heads else None,
+            family=rules,
         )
         if value_head:
             give_value_head(transformer.model)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp.attention import PACKED, CurrentRow, give_row
-from tidemill.learner.backends.fsdp.family import family_of
+from tidemill.learner.backends.fsdp.family import Family, family_of
 from tidemill.learner.backends.fsdp.mixers import mixers_of, separate_sequences
 from tidemill.learner.checkpoints.decoding import DECODERS
 from tidemill.learner.errors import ConfigRefused
@@ -35,7 +35,8 @@ def read_config(model_dir: Path) -> Any:
             config = AutoModelForCausalLM.from_config(config, trust_remote_code=False).config
     except Exception as error:  # of any family's code
         reason = described(error).splitlines()[0]  # the rest of it names all types
-        raise ConfigRefused("model.path", "a causal language model that transformers has", reason) from error
+        want = "a causal language model that transformers has, or that the module of learner.family registers"
+        raise ConfigRefused("model.path", want, reason) from error
     encoding = encoding_of(config)
     if encoding not in ("", *DECODERS):
         raise ConfigRefused(
@@ -128,12 +129,17 @@ def base_of(model: Any) -> Any:
 
 
 def build(
-    config: Any, *, packed: bool, kernel: str = SDPA, prepare: Callable[[Any], None] | None = None
+    config: Any,
+    *,
+    packed: bool,
+    kernel: str = SDPA,
+    prepare: Callable[[Any], None] | None = None,
+    family: Family | None = None,
 ) -> Transformer:
     """Return the model of a configuration on torch's default device, in float32 and training mode.
 
     ``packed``: rows are packed, else padded, with transformers' own attention. ``kernel``: of packed attention.
-    ``prepare``: gets the model of transformers first, and may add layers.
+    ``prepare``: gets the model of transformers first, and may add layers. ``family``: None = by ``model_type``.
     """
     implementation = {"attn_implementation": PACKED} if packed else {}
     model = AutoModelForCausalLM.from_config(plain_config(config), dtype=torch.float32, **implementation)
@@ -146,7 +152,7 @@ def build(
     row = CurrentRow(kernel=kernel)
     if packed:
         give_row(model, row)
-    family = family_of(model.config)
+    family = family or family_of(model.config)
     mixers = [name for name, _ in mixers_of(model, family)]
     if packed:
         separate_sequences(model, row, family)

@@ -211,12 +211,13 @@ def build_policy(
     fused: bool = False,
     value_head: bool = False,
     further: bool = False,
+    family: str = "",
 ) -> FsdpPolicy:
     """Build the model of a directory, divided over all ranks, in ``memory``; collective. Raises ConfigRefused.
 
     ``attention``: as the setting. ``recompute``: compute each layer again in the backward pass. ``replays``, ``given``:
     of the experts (``Replay``). ``fused``: log-probs by kernels of Triton. ``value_head``: for a critic.
-    ``further``: with heads for further tokens.
+    ``further``: with heads for further tokens. ``family``: ``learner.family``.
     """
     memory = memory or Memory()
     with memory.region():
@@ -229,6 +230,7 @@ def build_policy(
             value_head=value_head,
             further=further,
             freeze=tuning.freeze,
+            family=family,
             prepare=partial(add_adapters, config=tuning.lora),
         )
         adapters = tuned(root, tuning)

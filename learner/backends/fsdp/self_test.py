@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tidemill.bus.system.functions import described
+from tidemill.learner.backends.fsdp.family import Family, family_of
 from tidemill.learner.backends.fsdp.opening import Transformer, base_of, build
 from tidemill.learner.backends.fsdp.small_config import small_config
 from tidemill.learner.errors import ConfigRefused
@@ -61,33 +62,35 @@ class Findings:
     """Largest difference of packed rows from single sequences, or why they are padded."""
 
 
-def self_test(config: Any, device: torch.device) -> Findings:
+def self_test(config: Any, device: torch.device, family: Family | None = None) -> Findings:
     """Try the family of a configuration on the device of its training, whose kernels it takes: a second or two.
 
+    ``family``: the user's rules; None = by ``model_type``.
     Raises ConfigRefused for a family whose logits are not those of its output layer, or that is wrong in padded rows,
     too.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device, torch.enable_grad():
         torch.manual_seed(0)
         try:
-            return _tried(small_config(config), TOLERANCE[device.type])
+            family = family or family_of(config)
+            return _tried(small_config(config, family), family, TOLERANCE[device.type])
         except ConfigRefused:
             raise
         except Exception as error:  # of any family's code
             raise _refused(config, f"a small model of its class: {described(error)}") from error
 
 
-def _tried(config: Any, tolerance: float) -> Findings:
+def _tried(config: Any, family: Family, tolerance: float) -> Findings:
     """Return the findings about the model of a small configuration. Raises ConfigRefused, and what the model raises."""
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in build(config, packed=False).model.parameters())
+        size = sum(parameter.numel() for parameter in build(config, packed=False, family=family).model.parameters())
     if size > LARGEST:
         raise _refused(config, f"no small model of its class: {size:,} parameters")
-    plain = build(config, packed=False)
+    plain = build(config, packed=False, family=family)
     randomize(plain.model)
     tokens = plain.model.get_input_embeddings().weight.shape[0]
     alone = Alone.of(plain, [torch.randint(3, tokens, (length,)) for length in LENGTHS])
-    packed = _attempt(alone, lambda: _packed(plain), tolerance)
+    packed = _attempt(alone, lambda: _packed(plain, family), tolerance)
     if packed.fault:
         padded = _attempt(alone, lambda: plain, tolerance)
         if padded.fault:
@@ -184,9 +187,9 @@ def _attempt(alone: Alone, make: Callable[[], Transformer], tolerance: float) ->
     return _Attempt(difference, "" if exact else f"a sequence differs by {difference:.0e} from itself alone")
 
 
-def _packed(plain: Transformer) -> Transformer:
+def _packed(plain: Transformer, family: Family) -> Transformer:
     """Return the model with the same weights, for packed rows."""
-    packed = build(plain.model.config, packed=True)
+    packed = build(plain.model.config, packed=True, family=family)
     packed.model.load_state_dict(plain.model.state_dict())
     return packed
 

@@ -7,7 +7,7 @@ cut: layers, hidden units, heads, experts, vocabulary.
 import copy
 from typing import Any
 
-from tidemill.learner.backends.fsdp.family import family_of
+from tidemill.learner.backends.fsdp.family import Family
 
 HIDDEN, HEADS, VOCABULARY = 64, 4, 128
 _LIMITS = {
@@ -39,19 +39,19 @@ _MOST_LAYERS = 8
 Settings = dict[str, Any]
 
 
-def small_config(config: Any) -> Any:
+def small_config(config: Any, family: Family) -> Any:
     """Return a configuration of the same class with 2 to 8 small layers: the kinds of layers of the model, in order.
 
-    Rules of the family (windows, chunks, scales, caps) stay. Windows and chunks become shorter than the sequences of
-    the self-test.
+    ``family``: its rules. Windows, chunks, scales and caps stay; windows and chunks become shorter than the sequences
+    of the self-test.
     """
-    return type(config).from_dict(_small(config.to_dict(), config))
+    return type(config).from_dict(_small(config.to_dict(), config, family))
 
 
-def _small(settings: Settings, config: Any) -> Settings:
+def _small(settings: Settings, config: Any, family: Family) -> Settings:
     """Return the settings of a small model of the same class as ``config``, whose settings they are."""
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
-    inner = {name: _small(settings[name], part) for name, part in parts.items() if part is not None}
+    inner = {name: _small(settings[name], part, family) for name, part in parts.items() if part is not None}
     own = {native: name for name, native in config.attribute_map.items()}  # transformers' common name of a setting
     common = {own.get(name, name): value for name, value in copy.deepcopy(settings).items() if name not in inner}
     for name in ("_name_or_path", "dtype", "quantization_config"):
@@ -59,7 +59,7 @@ def _small(settings: Settings, config: Any) -> Settings:
     if "num_attention_heads" in common and hasattr(config, "num_hidden_layers"):
         _cut_sizes(common)
         _cut_layers(common, config.num_hidden_layers)
-        family_of(config).fit(common)
+        family.fit(common)
     if common.get("pad_token_id") is not None:
         common["pad_token_id"] = 0
     return {**{config.attribute_map.get(name, name): value for name, value in common.items()}, **inner}

@@ -29,7 +29,7 @@ def one_process() -> Iterator[Parallel]:
         groups.leave()
 
 
-def read(checkpoint: Path, model_dir: Path, ranks: Parallel, *, bridge_class: str = "") -> tuple[MegatronPolicy, int]:
+def read(checkpoint: Path, model_dir: Path, ranks: Parallel, *, code_path: str = "") -> tuple[MegatronPolicy, int]:
     """Return a model with the weights of a checkpoint, and its step. Raises ConfigRefused for another model."""
     lora = adapters_in(load_common_state_dict(str(checkpoint)).get("facts", {}))
     policy = build_policy(
@@ -37,15 +37,15 @@ def read(checkpoint: Path, model_dir: Path, ranks: Parallel, *, bridge_class: st
         dtype=_dtype(checkpoint),
         parallel=ranks,
         tuning=Tuning(lora=lora, trains=False),
-        bridge_class=bridge_class,
+        bridge_class=code_path,
     )
     return policy, state.load_model(checkpoint, policy=policy, setting="--model")
 
 
-def write(directory: Path, model_dir: Path, ranks: Parallel, *, dtype: str, bridge_class: str = "") -> None:
+def write(directory: Path, model_dir: Path, ranks: Parallel, *, dtype: str, code_path: str = "") -> None:
     """Write the weights of a model directory as a checkpoint without a manifest. Raises ConfigRefused, OSError."""
     tuning = Tuning(trains=False)
-    policy = build_policy(model_dir, dtype=dtype, parallel=ranks, tuning=tuning, bridge_class=bridge_class)
+    policy = build_policy(model_dir, dtype=dtype, parallel=ranks, tuning=tuning, bridge_class=code_path)
     state.save_model(directory, policy=policy)
 
 
