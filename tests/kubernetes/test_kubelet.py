@@ -1,5 +1,6 @@
 """A run of the chart's pods: each container's command as a process, drained, replaced and lost as pods are."""
 
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,5 +77,7 @@ async def test_a_run_of_pods_that_are_drained_replaced_and_lost(tmp_path: Path) 
             await second.ready()
         for done in (learner, engine, first, second, audit):
             assert await done.ended() == 0, done.tail()
-        assert '"lost": 0' in audit.log.read_text() or "lost 0" in audit.log.read_text(), audit.tail()
+        counts = dict(re.findall(r"^ +(\w+) +(\w+)$", audit.log.read_text(), re.MULTILINE))
+        balance = ("samples_trained", "samples_lost", "samples_trained_twice", "books_balance")
+        assert [counts[name] for name in balance] == [str(STEPS * 8 * 4), "0", "0", "True"], audit.tail()
         assert await bus.stop() == 0, bus.tail()
