@@ -145,6 +145,19 @@ test-all test-sglang-all test-net-all test-env test-gpu test-gpu-logic: export T
 test-all: check
 	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(BESIDE)
 
+# A run whose processes are exchanged for those of an older commit's wheel, and back.
+.PHONY: test-upgrade
+test-upgrade: setup
+	$(BIN)/python -m pytest tests/deploy/test_upgrade.py
+
+# Runs on a Slurm cluster of Debian's packages (root, `make programs`): one with a requeued engine and head, and all.
+.PHONY: test-slurm test-slurm-all
+test-slurm: setup
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/deploy/test_slurm.py -k learns
+
+test-slurm-all: setup
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -s tests/deploy/test_slurm.py tests/deploy/test_slurm_storm.py
+
 # Every family of transformers in the tables of docs/models.md, on one rank and two, and docs/families.md; `make test` tries one of each kind.
 .PHONY: test-families
 test-families: export THOROUGH := 1

@@ -64,7 +64,7 @@ def refuse_foreign(
         row = _without_scorers(row)
     refused = {
         f"{path}={text}": what
-        for path, what, text in _guarded(row, role)
+        for path, what, text in guarded(row, role)
         if not any(pattern == f"{path}={text}" or fnmatchcase(f"{path}={text}", pattern) for pattern in allowed)
     }
     if refused:
@@ -72,7 +72,7 @@ def refuse_foreign(
         raise NotAllowed(where, named, " ".join(f"--allow {shlex.quote(setting)}" for setting in refused))
 
 
-def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, str]]:
+def guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, str]]:
     """Yield (path, kind of thing it names, text) of every guarded setting of the row that is not always allowed."""
     if role == "actor":
         yield from _guarded_rollouts(row.get("rollouts"))

@@ -25,6 +25,18 @@ class ConfigRefused(DetailedError, LearnerError, ValueError):
     template = "{field}: want {want}, got {got!r}"
 
 
+class SamplesGone(DetailedError, LearnerError):
+    """A shadow learner cannot read a step of the run it follows any more."""
+
+    exit_code = exit_codes.CONFIG
+    run: str
+    step: int
+    reason: str
+    template = (
+        "run {run}, step {step}: {reason}; cure: --from-checkpoint of a later step, or a larger bus.history_samples"
+    )
+
+
 class FirstRankFailed(DetailedError, LearnerError, RuntimeError):
     """Rank 0, which reads a model for all ranks, has failed; its log has the traceback."""
 

@@ -26,6 +26,10 @@ PACKAGES = {
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "chromium": "chromium",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "munged": "munge",
 }
 """Debian package of each program."""
 INSTALL_S = 600.0

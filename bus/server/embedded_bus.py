@@ -46,7 +46,7 @@ class EmbeddedBus:
     ) -> None:
         """``read_only``: as in ``EmbeddedServer``. ``viewer``: password of the only user of a bus without ``auth``."""
         self._directory, self._config, self._read_only = directory, config, read_only
-        self._auth_dir = auth_dir or directory / "auth"
+        self._auth_dir, self._run = auth_dir or directory / "auth", run
         users = make_users(self._auth_dir, run, config) if config.auth else viewer_alone(viewer, run, config)
         on_this_machine = config.cluster if config.cluster > 1 and not config.server_name else 0
         # Ports of the routes, reserved until ``stop``: each server needs all of them before the others listen
@@ -80,16 +80,28 @@ class EmbeddedBus:
         for port in self._routes:
             port.close()
 
+    def reload(self) -> None:
+        """Have the servers read users and certificates again, while they run. Raises ServerFailed."""
+        users = make_users(self._auth_dir, self._run, self._config) if self._config.auth else []
+        for number, server in enumerate(self.servers):
+            server.reload(self._lines(number, users))
+
     def _server(self, number: int, users: Sequence[str]) -> EmbeddedServer:
-        config, directory, lines = self._config, self._directory, list(users)
-        if config.server_name:
-            lines += self._cluster_lines(config.server_name, config.cluster_listen, config.cluster_routes)
-        elif config.cluster > 1:
-            routes = [f"127.0.0.1:{port.number}" for port in self._routes]
-            lines += self._cluster_lines(f"n{number}", routes[number], routes)
+        config, directory = self._config, self._directory
+        if config.cluster > 1:
             directory = directory / f"n{number}"
             config = dataclasses.replace(config, port=config.port + number if config.port > 0 else config.port)
-        return EmbeddedServer(directory, config, extra=lines, read_only=self._read_only)
+        return EmbeddedServer(directory, config, extra=self._lines(number, users), read_only=self._read_only)
+
+    def _lines(self, number: int, users: Sequence[str]) -> list[str]:
+        """Return the lines of a server's configuration about users and the cluster."""
+        config = self._config
+        if config.server_name:
+            return [*users, *self._cluster_lines(config.server_name, config.cluster_listen, config.cluster_routes)]
+        if config.cluster > 1:
+            routes = [f"127.0.0.1:{port.number}" for port in self._routes]
+            return [*users, *self._cluster_lines(f"n{number}", routes[number], routes)]
+        return list(users)
 
     def _cluster_lines(self, name: str, listen: str, routes: Sequence[str]) -> list[str]:
         """Return the lines of the routes between servers, with a password and TLS where clients have them."""
@@ -124,7 +136,7 @@ class StoreKeeper:
     def __init__(
         self, servers: Sequence[EmbeddedServer], need_bytes: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._servers, self._need_bytes, self._clock = servers, need_bytes, clock
+        self.servers, self._need_bytes, self._clock = servers, need_bytes, clock
         # Servers that store nothing, with their errors, until they are started again
         self._faults: dict[EmbeddedServer, str] = {}
         self._checked_s = self._restarted_s = float("-inf")
@@ -137,13 +149,13 @@ class StoreKeeper:
     def look(self) -> None:
         """Start every server again that ended or stopped storing, once its disk has room. Raises ServerFailed."""
         now = self._clock()
-        if now - self._checked_s < CHECK_S and all(server.running for server in self._servers):
+        if now - self._checked_s < CHECK_S and all(server.running for server in self.servers):
             return
         self._checked_s = now
-        for server in self._servers:
+        for server in self.servers:
             if server.running and server not in self._faults and (fault := server.monitor.write_fault()):
                 self._faults[server] = fault
-        reasons = [reason for server in self._servers if (reason := self._cure(server, now))]
+        reasons = [reason for server in self.servers if (reason := self._cure(server, now))]
         reason = reasons[0] if reasons else ""
         if bool(reason) != bool(self.reason):
             _log.warning("the bus stores %s", f"nothing: {reason}" if reason else "messages again")

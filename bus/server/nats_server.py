@@ -124,6 +124,7 @@ class EmbeddedServer:
         self.config, self._extra = config, list(extra)
         self._process: subprocess.Popen[bytes] | None = None
         self._url, self.monitor = "", Monitor("" if read_only else config.monitoring)
+        self._max_stored = 0  # Limit of the store since the last start: a running server accepts no other one
         self._kept: KeptPort | None = None
 
     @property
@@ -176,15 +177,39 @@ class EmbeddedServer:
 
     def stop(self) -> None:
         """Stop it by SIGTERM, and by SIGKILL after 5 s."""
-        self._end()
+        self.halt()
         self._let_go()
 
     def restart(self) -> None:
         """Stop it if it runs, and start it on the same port. Raises ServerFailed."""
-        self._end()
+        self.halt()
         self.start()
 
-    def _end(self) -> None:
+    def reload(self, extra: Sequence[str]) -> None:
+        """Have the running server read its configuration with other ``extra`` lines, and its certificates, again.
+
+        Connections stay, but for those of users that changed. Raises ServerFailed with the server's reason.
+        """
+        assert self._process is not None
+        self._extra = list(extra)
+        before = self._loaded_at()
+        self._write_config()
+        self._process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + _START_S
+        while self._loaded_at() == before:
+            lines = [line for line in tail(self._log)[-3:] if "reload" in line and "ERR" in line]
+            if lines or time.monotonic() > deadline or not self.running:
+                raise ServerFailed("its configuration was not read again", "\n".join(lines) or self.log_tail(5))
+            time.sleep(0.02)
+
+    def _loaded_at(self) -> str:
+        try:
+            return str(self.monitor.read("varz").get("config_load_time", ""))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerFailed(f"its state cannot be read: {error}") from error
+
+    def halt(self) -> None:
+        """Stop it until the next ``start``, for which its port stays reserved."""
         if self._process is not None and self.running:
             self._process.terminate()
             try:
@@ -213,6 +238,7 @@ class EmbeddedServer:
         binary = find_binary()
         lock = self._lock()
         try:
+            self._max_stored = self._most_stored()
             for stale in self.directory.glob("*.ports"):  # a killed server leaves its file behind
                 stale.unlink()
             config = self._write_config()
@@ -311,7 +337,7 @@ class EmbeddedServer:
             f"max_payload: {self.config.max_payload_bytes}",
             "jetstream {",
             f"  store_dir: {quoted(str(self.store))}",
-            f"  max_file_store: {self._most_stored()}",
+            f"  max_file_store: {self._max_stored}",
             *(["  sync_interval: always"] if self.config.sync_always else []),
             "}",
             *self._tls_lines(),

@@ -17,7 +17,7 @@ from tidemill.bus import exit_codes
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.client.connection import Connection, open_connection, retry
 from tidemill.bus.client.jetstream import JetStream
-from tidemill.bus.client.layout import create_layout
+from tidemill.bus.client.layout import create_archive, create_layout
 from tidemill.bus.client.outbox import answered
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.config import BusConfig
@@ -116,12 +116,13 @@ class Bus:
         """Publish live metrics of a process; they are not stored, and may be lost. Raises BusUnavailable."""
         await self._connection.send(subjects.metric(self.run, source), json.dumps(metric).encode())
 
-    async def create_layout(self) -> None:
+    async def create_layout(self, *, shadow: bool = False) -> None:
         """Create the streams, consumers and buckets of this run that are missing.
 
-        Raises ConfigMismatch when one exists, or was made, with another configuration; BusUnavailable.
+        ``shadow``: those of a run that issues no tasks, without TASKS, by which actors find the run of a bus. Raises
+        ConfigMismatch when one exists, or was made, with another configuration; BusUnavailable.
         """
-        await create_layout(self.jet)
+        await (create_archive if shadow else create_layout)(self.jet)
 
 
 @asynccontextmanager
@@ -155,7 +156,6 @@ async def current_epoch(bus: Bus) -> int:
 LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
 _NAMES = "$JS.API.STREAM.NAMES"
-_TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))
 
 
 class SeveralRuns(ValueError):
@@ -164,8 +164,12 @@ class SeveralRuns(ValueError):
     exit_code = exit_codes.CONFIG
 
 
-async def runs_on(connection: Connection) -> list[str]:
-    """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server lists no streams."""
+async def runs_on(connection: Connection, *, having: str = subjects.TASKS) -> list[str]:
+    """Return the names of the runs, sorted; ``having``: a stream that they have, which shadows have but for TASKS.
+
+    Raises BusUnavailable; BusError when the server lists no streams.
+    """
+    stream = re.compile(re.escape(subjects.stream("@", having)).replace("@", f"({RUN_NAME.pattern})"))
     names_of_runs: list[str] = []
     offset = 0
     while True:
@@ -174,16 +178,16 @@ async def runs_on(connection: Connection) -> list[str]:
         if "error" in answer:
             raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
         names = answer.get("streams") or []
-        names_of_runs += [match[1] for name in names if (match := _TASKS.fullmatch(name))]
+        names_of_runs += [match[1] for name in names if (match := stream.fullmatch(name))]
         offset += len(names)
         if not names or offset >= int(answer.get("total", 0)):
             return sorted(names_of_runs)
 
 
-async def runs_of(url: str, *, name: str, wait_s: float) -> list[str]:
+async def runs_of(url: str, *, name: str, wait_s: float, having: str = subjects.TASKS) -> list[str]:
     """Return the names of the runs on the bus at ``url``, as ``runs_on``."""
     async with open_connection(url, name, wait_s) as connection:
-        return await runs_on(connection)
+        return await runs_on(connection, having=having)
 
 
 async def find_run(url: str, *, name: str, wait_s: float) -> str:

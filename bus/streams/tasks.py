@@ -13,7 +13,7 @@ from tidemill.bus.client.connection import retry
 from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.pull import ACK, NAK, PROGRESS, FetchSlots
 from tidemill.bus.client.rows import Rows, Value
-from tidemill.bus.errors import BusUnavailable, NotFound, WireError
+from tidemill.bus.errors import BusUnavailable, NotFound, UnknownSchema, WireError
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
 from tidemill.bus.system.coroutines import ended
@@ -30,8 +30,13 @@ _log = logging.getLogger(__name__)
 MAX_DELIVERIES = 50
 _REFRESH_EVERY_S = 2.0
 _CONFIRM_S = 2.0
+_NEWER_SCHEMA_S = 1.0  # Delay in seconds after which a task of a newer schema is delivered again, to any actor
 _OVER = (ACK, b"+NXT", b"+TERM")
 _NS = 1_000_000_000
+
+
+def _nak(delay_s: float) -> bytes:
+    return NAK if delay_s <= 0 else NAK + b' {"delay": %d}' % int(delay_s * _NS)
 
 
 class Lease:
@@ -72,7 +77,7 @@ class Lease:
 
     async def nak(self, delay_s: float = 0) -> bool:
         """Have it delivered again, at once or after ``delay_s``. Returns False when the bus was away."""
-        return await self._answer(NAK if delay_s <= 0 else NAK + b' {"delay": %d}' % int(delay_s * _NS))
+        return await self._answer(_nak(delay_s))
 
     async def fail(self, reason: str, *, actor: str) -> bool:
         """Report a failure and nak; the ``max_attempts``-th report makes the task dead. Returns whether it is dead now.
@@ -225,7 +230,7 @@ class TaskQueue:
         """Return the next task of a queue, None after ``timeout_s``. Any number of callers may wait; cancellable.
 
         Acks and passes over tasks that are settled (below the floor), void (after a fence), unreadable or delivered too
-        often (DEAD).
+        often (DEAD). A task of a newer schema is nak'ed, for an actor of a newer release.
         """
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
@@ -260,7 +265,12 @@ class TaskQueue:
             task = self._log.checked(stored)
         except WireError as error:
             self.jet.refusals.refuse(subjects.TASKS, seq, error)
-            await self._store_dead(message, Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt=""))
+            if isinstance(error, UnknownSchema) and deliveries <= MAX_DELIVERIES:
+                # The learner is of a newer release, and so may another actor be.
+                await self.jet.connection.try_send(message.reply, _nak(_NEWER_SCHEMA_S))
+            else:
+                dead = Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt="")
+                await self._store_dead(message, dead)
             return None
         assert isinstance(task, Task), "the consumer's subject is a subject of tasks"
         if deliveries > MAX_DELIVERIES:

@@ -160,10 +160,14 @@ def dying_with_parent(command: Sequence[str]) -> tuple[list[str], Callable[[], N
 
 
 def tail(log_file: Path, since: int = 0) -> list[str]:
-    """Return the last lines of a file, at most 64 KB and from byte ``since`` on; none when it cannot be read."""
+    """Return the last lines of a file, at most 64 KB and from byte ``since`` on; none when it cannot be read.
+
+    A file that is shorter was emptied since then (logrotate, ``copytruncate``).
+    """
     try:
         with log_file.open("rb") as file:
-            file.seek(max(since, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(since if since <= size else 0, size - LAST_BYTES))
             return file.read().decode(errors="replace").splitlines()
     except OSError:
         return []

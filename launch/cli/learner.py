@@ -55,6 +55,12 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
     add_listening(parser)
     add_drained_code(parser)
     add_probes(parser)
+    parser.add_argument(
+        "--shadow",
+        default="",
+        metavar="NAME",
+        help="train on the steps of the run with the settings of this command, as run RUN-NAME; push to no engine",
+    )
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
 
@@ -73,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_learner(args: argparse.Namespace) -> int:
     """Run feeder and ranks to the last step, or until drained. Returns the exit code. Raises CheckFailed."""
+    if args.shadow:
+        of = loaded_config(args).config
+        name = f"{of.run}-{args.shadow}"
+        places = [f"run={name}", f"directory={of.root.parent / name}", f"model.path={of.model.path}"]
+        args.set += [*places, f"debug.shadow_of={of.run}", "eval.every=0"]
     config = unprinted_config(args)
     if config is None:
         return 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tidemill.bus.streams.bus import connect, runs_of
+from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done
 from tidemill.launch.page.columns import MetricColumns
@@ -67,7 +68,7 @@ class ComparedRuns:
         return await self._read_bus(name)
 
     async def _on_bus(self) -> list[str]:
-        return await runs_of(self._url, name="dashboard", wait_s=3.0)
+        return await runs_of(self._url, name="dashboard", wait_s=3.0, having=subjects.PLAN)
 
     async def _read_bus(self, name: str) -> MetricColumns:
         columns = MetricColumns()

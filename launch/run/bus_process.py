@@ -31,7 +31,9 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.files import lacking, write_whole
 from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run import backup, users
 from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE, auth_dir, own_address, viewer_line
+from tidemill.launch.run.bus_requests import BusRequest
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import SERVER_RESTARTS
 from tidemill.launch.settings import yaml_file
@@ -43,6 +45,7 @@ log = logging.getLogger(__name__)
 BUS_START_S = 60.0  # Seconds for the bus of a run to answer
 CHECK_SERVER_S = 0.2  # Interval in seconds at which the nats-server is checked
 CHECK_ROOM_S = 1.0  # Interval in seconds at which a disk without room is checked before the start
+Requests = dict[BusRequest, Callable[[str], None]]
 
 
 async def start_bus(config: RunConfig, supervisor: Supervisor) -> str:
@@ -68,43 +71,61 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     if draining.is_set():
         return
     servers = EmbeddedBus(directory, config.run, config.bus, auth_dir(config))
-    keeper = StoreKeeper(servers.servers, need_bytes)
+    keeper, requests = StoreKeeper(servers.servers, need_bytes), _requests(config, servers)
     try:
         url = await asyncio.to_thread(servers.start)
         async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
             created = bus.jet.retry_for_ever(bus.create_layout)
-            await first_of(_keep(keeper, bus, lambda: None), created, draining.wait())
+            await first_of(_keep(requests, keeper, bus, lambda: None), created, draining.wait())
             if not draining.is_set():
-                await _serve(config, url, servers, keeper, bus, draining)
+                await _serve(config, url, requests, keeper, bus, draining)
     finally:
         (config.root / BUS_URL_FILE).unlink(missing_ok=True)
         await asyncio.to_thread(servers.stop)
 
 
 async def _serve(
-    config: RunConfig, url: str, servers: EmbeddedBus, keeper: StoreKeeper, bus: Bus, draining: asyncio.Event
+    config: RunConfig, url: str, requests: Requests, keeper: StoreKeeper, bus: Bus, draining: asyncio.Event
 ) -> None:
     write_whole(config.root / BUS_URL_FILE, url)  # not before the streams exist: `tidemill up` waits for this file
-    log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
+    log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in keeper.servers))
     bus_id = config.bus.server_name or "bus"
-    row = LiveRow(role="bus", id=bus_id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
+    row = LiveRow(
+        role="bus", id=bus_id, host=socket.gethostname(), pid=keeper.servers[0].pid, phase="serving", address=url
+    )
     async with HeartbeatPublisher(bus, row) as heartbeat:
 
         def update() -> None:
             restarts = {SERVER_RESTARTS: float(keeper.restarts)}
-            if (heartbeat.row.pid, heartbeat.row.load) != (servers.pid, restarts):
-                heartbeat.update(pid=servers.pid, load=restarts, trouble=keeper.last_restart)
+            if (heartbeat.row.pid, heartbeat.row.load) != (keeper.servers[0].pid, restarts):
+                heartbeat.update(pid=keeper.servers[0].pid, load=restarts, trouble=keeper.last_restart)
 
-        await first_of(_keep(keeper, bus, update), draining.wait())
+        await first_of(_keep(requests, keeper, bus, update), draining.wait())
 
 
-async def _keep(keeper: StoreKeeper, bus: Bus, on_look: Callable[[], None]) -> None:
-    """Loop: keep the servers up and storing; while they store nothing, every process gets the reason."""
+def _requests(config: RunConfig, servers: EmbeddedBus) -> Requests:
+    """Return the requests of commands that this bus answers."""
+    source = backup.Source.of(config)
+    return {
+        backup.request_of(config.root): lambda target: backup.take(source, servers.servers, Path(target)),
+        users.request_of(config.root): lambda names: users.renew(config, servers, names.split()),
+    }
+
+
+async def _keep(requests: Requests, keeper: StoreKeeper, bus: Bus, on_look: Callable[[], None]) -> None:
+    """Loop: keep the servers up and storing; while they store nothing, every process gets the reason.
+
+    Between two looks it answers the requests of commands.
+    """
 
     async def look() -> None:
         await asyncio.sleep(CHECK_SERVER_S)
         await asyncio.to_thread(keeper.look)
         on_look()
+        for request, work in requests.items():
+            if request.pending:
+                began_s, error = time.monotonic(), await asyncio.to_thread(request.answer, work)
+                log.info("request %s seconds=%.1f error=%s", request.verb, time.monotonic() - began_s, error or "none")
 
     while True:
         await look()

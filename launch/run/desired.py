@@ -31,8 +31,13 @@ class DesiredRoles:
 
     rows: Mapping[str, Row]
 
-    def of(self, host: LiveHost, hosts: Sequence[LiveHost]) -> dict[str, int]:
-        """Return the number of processes of ``host``, by role; ``hosts``: the live ones, itself included."""
+    def of(self, host: LiveHost, hosts: Sequence[LiveHost], own: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Return the number of processes of ``host``, by role; ``hosts``: the live ones, itself included.
+
+        ``own``: its numbers, if it has no row.
+        """
+        if own and host_key(host.name) not in self.rows:
+            return {role: own.get(role, 0) for role in ROLES}
         return {role: self._of(role, host, hosts) for role in ROLES}
 
     @property

@@ -20,8 +20,9 @@ from tidemill.launch.devices.demand import ModelSize, engine_variables, want_of
 from tidemill.launch.devices.placement import engine_place
 from tidemill.launch.devices.shapes import DeviceError, Node, Others, PlacementRefused
 from tidemill.launch.devices.visible import this_node
-from tidemill.launch.settings.config_loader import SettingsError, changes, from_map
+from tidemill.launch.settings.config_loader import SettingsError, changes
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.run_row import from_row
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class EngineDevices:
             return None
         changed = changes((), os.environ)
         try:
-            config = from_map(row, f"run {self._bus.run}, row run/{CONFIG_KEY}", changed)
+            config = from_row(row, self._bus.run, changed)
         except SettingsError as error:  # the engines refuse it, too, and have a log
             log.warning("devices are not placed, the run's configuration cannot be read error=%s", error)
             return None

@@ -62,16 +62,18 @@ class Host:
         drain_s: float,
         users: Mapping[str, Sequence[Path]] | None = None,
         devices: EngineDevices | None = None,
+        own: Mapping[str, int] | None = None,
     ) -> None:
         """``arguments(role, id)`` follow ``python -m tidemill``; processes are named ``<role>-<prefix><number>``.
 
+        ``own``: its desired numbers where the bus has no row for this host.
         ``devices``: the accelerators of its engines; None = all of this machine, which has no ranks.
         ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is
         named after its user then, and there are no more of them than users.
         """
         self._bus, self._supervisor, self._live_host = bus, supervisor, host
         self._prefix, self._arguments, self._drain_s = prefix, arguments, drain_s
-        self._users = users
+        self._users, self._own = users, own or {}
         self._devices = devices or EngineDevices(bus)
         self._unplaced: dict[str, str] = {}
         """Desired engines that are not started, and the reason: there is no device for them."""
@@ -93,7 +95,7 @@ class Host:
                     rows, hosts = await desired.read(self._bus), await self._hosts()
                     if time.monotonic() - began_s > LATE_S:
                         trusted_from = time.monotonic() + SETTLE_S
-                    counts = rows.of(self._live_host, hosts)
+                    counts = rows.of(self._live_host, hosts, own=self._own)
                     if counts["engine"]:
                         await self._devices.refresh()
                     if time.monotonic() >= trusted_from:
@@ -213,16 +215,18 @@ def users_in(directory: Path) -> dict[str, list[Path]]:
 
 async def refuse_another(bus: Bus, name: str) -> None:
     """Raise HostExists if a host of this name is alive elsewhere; takes ``SETTLE_S`` if it is not."""
+    rows, key = bus.rows("live"), f"{ROLE}.{desired.token(name)}"
+    _, first_revision = await rows.read(key)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_S):
-            first = True
-            async for row in bus.rows("live").watch(f"{ROLE}.{desired.token(name)}"):
+            while True:  # a user of the role host gets no changes of its own row
+                row, revision = await rows.read(key)
                 if row is None:
                     return
-                if not first:
-                    place = f"{row[0].get('host')} (process {row[0].get('pid')})"
+                if revision != first_revision:
+                    place = f"{row.get('host')} (process {row.get('pid')})"
                     raise HostExists(f"--name: host {name} of run {bus.run} is running on {place}; choose another name")
-                first = False
+                await asyncio.sleep(LOOK_EVERY_S / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,9 +298,8 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
         if machine.own:
             try:
                 await desired.change(bus, desired.host_key(name), machine.own)
-            except Forbidden as error:
-                words = " ".join(f"{role}s={count}" for role, count in machine.own.items())
-                raise ValueError(f"{error}; set it as operator: tidemill scale {words} --host {name}") from None
+            except Forbidden as error:  # a user of the role host: the numbers are known here alone
+                log.info("%s; its numbers are kept here, unless an operator sets others", error)
         host = Host(
             bus,
             supervisor,
@@ -306,6 +309,7 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
             drain_s=machine.drain_s,
             users=machine.users,
             devices=EngineDevices(bus, learner.config) if learner else None,
+            own=machine.own,
         )
         log.info("host running run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
         await host.run(draining)

@@ -86,7 +86,7 @@ async def run_agent(
     name = node_arguments.id or ("learner" if row.node == 0 else f"learner-node-{row.node}")
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(connect(bus_url, config.run, config.bus, name=name, wait_s=LONG_WAIT_S))
-        await bus.create_layout()
+        await bus.create_layout(shadow=bool(config.debug.shadow_of))
         if row.node == 0:
             await stack.enter_async_context(publishing(bus, config))
         used = capabilities_of(devices[: config.learner.num_ranks // row.nodes])

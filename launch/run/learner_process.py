@@ -22,8 +22,9 @@ from tidemill.launch.devices.shapes import Device
 from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
 from tidemill.launch.run.workers import LONG_WAIT_S
-from tidemill.launch.settings.config_loader import SettingsError, to_map
+from tidemill.launch.settings.config_loader import SettingsError
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.run_row import to_row
 from tidemill.weightstore.store.registry import EVICTED, VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ async def began_with(config: RunConfig, bus_url: str, *, role: str = "") -> Json
     async with connect(bus_url, config.run, config.bus, name=role or "learner", wait_s=LONG_WAIT_S) as bus:
         if role:  # names are read from it, and no code or files
             return await config_of_run(bus, asyncio.Event(), role=role, id=default_id(), allowed=["*"])
-        await bus.create_layout()
+        await bus.create_layout(shadow=bool(config.debug.shadow_of))
         row = await bus.rows("run").get(CONFIG_KEY)
     return None if row is None else row[0]
 
@@ -63,7 +64,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     host, pid = socket.gethostname(), os.getpid()
     row = LiveRow(role="learner", id=id or "learner", host=host, pid=pid, phase="working", capabilities=capabilities)
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
-        await bus.create_layout()
+        await bus.create_layout(shadow=bool(config.debug.shadow_of))
         heartbeat = HeartbeatPublisher(bus, row)
         shown = LearnerRow(heartbeat)
         async with (
@@ -86,7 +87,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
 @asynccontextmanager
 async def publishing(bus: Bus, config: RunConfig) -> AsyncIterator[None]:
     """Publish the run's configuration and the keys of its HTTP servers, and keep both rows while entered."""
-    values, directory = to_map(config), auth_dir(config)
+    values, directory = to_row(config), auth_dir(config)
     await bus.rows("run").put(CONFIG_KEY, values)
     keys = await make_keys(bus, last=last_key(directory))
     write_keys(directory, keys)

@@ -140,8 +140,10 @@ async def _supervised(
     main: Callable[[asyncio.Event], Coroutine[object, None, None]], drain_s: float, same_signal_s: float
 ) -> int:
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
-    # Nohup
-    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    # Ignored by the parent's choice: SIGHUP by nohup, SIGTERM by a batch script for the process that it ends last.
+    # SIGINT is no choice: shells ignore it for every job in the background.
+    ignored = {number for number in (signal.SIGHUP, signal.SIGTERM) if signal.getsignal(number) == signal.SIG_IGN}
+    numbers = [number for number in SIGNALS if number not in ignored]
     work = loop.create_task(cancellable(main(draining), again_s=CLEANUP_S), name="main")
     first_s: float | None = None
 

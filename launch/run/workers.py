@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected, default_id, first_row
+from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row
 from tidemill.actors.rollout_settings import RolloutPrograms
 from tidemill.bus.client.addresses import AUTO
 from tidemill.bus.client.addresses import parse as parse_address
@@ -27,10 +27,10 @@ from tidemill.bus.streams.bus import find_run
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.limits import become_undumpable
 from tidemill.bus.wire.rows import Capabilities
-from tidemill.launch.settings.config_loader import from_map
 from tidemill.launch.settings.hub_names import MODEL, MODEL_PATH, kept, parse
 from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.run_row import from_row
 
 if TYPE_CHECKING:
     from tidemill.actors.config import EngineConfig
@@ -190,7 +190,7 @@ async def config_on_bus(
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
         values = None if bus is None else await read(bus, draining)
-    return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", local.changed)
+    return None if values is None else from_row(values, run, local.changed)
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:

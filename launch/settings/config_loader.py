@@ -137,6 +137,12 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Set
             yield path, Setting(value, f"environment {name}", written)
 
 
+@functools.cache
+def setting_paths() -> frozenset[str]:
+    """Return the path of every section and setting, without the entries of maps."""
+    return frozenset(_paths(RunConfig, ""))
+
+
 def _refuse_single_underscores(name: str, path: str) -> None:
     """Raise SettingsError for names such as TIDEMILL_LEARNER_STEPS, with the intended variable."""
     known = list(_paths(RunConfig, ""))

@@ -150,7 +150,8 @@ def _refuse_megatron(config: "RunConfig") -> None:
 def _refuse_debug(config: "RunConfig") -> None:
     """Raise ValueError for settings that have no meaning in a debugging mode."""
     debug = config.debug
-    mode = "debug.rollout_only" if debug.rollout_only else "debug.load_rollout" if debug.trains_only else ""
+    modes = ("rollout_only", "load_rollout", "shadow_of")
+    mode = next((f"debug.{name}" for name in modes if getattr(debug, name)), "")
     if mode and config.learner.colocated:
         why = "only one side of the run has memory to share"
         raise ValueError(f"learner.colocated: want false with {mode}: {why}, got true")
@@ -177,7 +178,7 @@ def _refuse_debug(config: "RunConfig") -> None:
             f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {epochs}; set learner.steps"
         )
     if debug.trains_only and debug.save_rollout:
-        why = "its batches are in files already"
+        why = "its batches are recorded already"
         raise ValueError(f"debug.save_rollout: want none with {mode}: {why}; remove one of them")
 
 

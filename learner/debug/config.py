@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tidemill.bus.section import NotNegative, section
 from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.names import RUN_NAME
 from tidemill.learner.errors import DebugFileRefused
 
 DIRECTORY = "debug"
@@ -104,6 +105,10 @@ class DebugConfig:
     """File for the samples of each step, such as ``dump/rollout_{step}.msgpack``; empty = none."""
     load_rollout: str = ""
     """Files of ``save_rollout`` to train on, without engines; one without ``{step}`` is for all. Empty = none."""
+    shadow_of: str = ""
+    """Run on the same bus whose steps are trained on with the settings of this one, which pushes to no engine
+    (docs/shadow.md); empty = none.
+    """
     save_train: str = ""
     """File for the training data of each step and rank, with ``{step}`` and ``{rank}`` in its name; empty = none."""
     report: bool = True
@@ -121,6 +126,10 @@ class DebugConfig:
         for name in ("save_train", "dump_modules"):
             if self.rollout_only and (self.save_train if name == "save_train" else self.dump_modules.step):
                 raise ValueError(f"{name}: want none with rollout_only, which trains nothing; remove one of them")
+        if self.shadow_of and not RUN_NAME.fullmatch(self.shadow_of):
+            raise ValueError(f"shadow_of: want the name of a run, got {self.shadow_of!r}")
+        if self.shadow_of and (self.rollout_only or self.load_rollout):
+            raise ValueError("shadow_of: want this, rollout_only or load_rollout, got two of them; remove one")
         if self.load_rollout and self.save_rollout == self.load_rollout:
             raise ValueError(
                 "save_rollout: want other files than load_rollout, which would be overwritten while they are read"
@@ -128,8 +137,8 @@ class DebugConfig:
 
     @property
     def trains_only(self) -> bool:
-        """True if batches come from files, and nothing is generated."""
-        return bool(self.load_rollout)
+        """True if batches come from files or another run, and nothing is generated."""
+        return bool(self.load_rollout or self.shadow_of)
 
 
 def refuse_places(name: str, template: str, *, required: Collection[str] = (), allowed: Collection[str] = ()) -> None:

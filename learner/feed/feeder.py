@@ -50,7 +50,7 @@ async def opened_ends(settings: FeederSettings) -> AsyncIterator[tuple[FeedServe
     )
     try:
         async with connect(places.bus_url, places.run, places.bus, name="feeder") as bus:
-            await bus.create_layout()
+            await bus.create_layout(shadow=bool(settings.debug.shadow_of))
             yield server, bus
     except BaseException as error:
         first = first_error(error)

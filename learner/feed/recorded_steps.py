@@ -1,23 +1,27 @@
-"""Feeder of recorded steps: the steps in files are fed to the ranks, in place of samples from the bus.
+"""Feeder of recorded steps: the steps in files, or those of another run, are fed to the ranks.
 
     files of debug.load_rollout -> plan for this layout -> batches -> ranks (ZMQ);  done <- rank 0 -> log PLAN
+    run debug.shadow_of ---------^
 
-Consumes the files of each step and the reports of rank 0; produces batches and Done records. Waits for ranks that
-request steps. It ends when the last step is done, or when it is drained. It reads no samples from the bus and writes no
+Consumes each step and the reports of rank 0; produces batches and Done records. Waits for ranks that request steps, and
+for steps. It ends when the last step is done, or when it is drained. It reads no samples from the bus and writes no
 checkpoint: a restart begins at step 1.
 """
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.plans import GENESIS
-from tidemill.learner.debug.rollout_file import Packing, load_rollout, planned_again
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.debug.rollout_file import DumpedRollout, Packing, load_rollout, planned_again
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.data_metrics import facts_of
 from tidemill.learner.feed.feed_messages import FeedStart, encode_batch, encode_metadata
@@ -28,6 +32,7 @@ from tidemill.learner.feed.feeder_row import BEAT_S
 from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.outcomes import record_done, record_end, remove_end
 from tidemill.learner.feed.restart import verified
+from tidemill.learner.feed.shadow_steps import ShadowSteps
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -38,15 +43,30 @@ async def run_recorded_feeder(settings: FeederSettings, draining: asyncio.Event)
 
     Raises as ``run_feeder``, and DebugFileRefused, CheckpointCorrupt.
     """
-    async with opened_ends(settings) as (server, bus):
-        await cancellable(RecordedFeeder(bus, settings, server).run(draining))
+    async with opened_ends(settings) as (server, bus), steps_of(settings) as read:
+        await cancellable(RecordedFeeder(bus, settings, server, read).run(draining))
+
+
+ReadStep = Callable[[int], Awaitable[DumpedRollout]]
+
+
+@asynccontextmanager
+async def steps_of(settings: FeederSettings) -> AsyncIterator[ReadStep]:
+    """Yield the function that returns a step by its number, from 1; it is called once for each, in order."""
+    places, debug, initial = settings.places, settings.debug, settings.initial_checkpoint
+    if not debug.shadow_of:
+        yield lambda step: asyncio.to_thread(load_rollout, Path(debug.load_rollout.format(step=step)))
+        return
+    async with connect(places.bus_url, debug.shadow_of, places.bus, name="shadow") as run:
+        steps = ShadowSteps(run, after_step=0 if initial is None else disk.named(initial).step)
+        yield lambda step: steps.read()
 
 
 class RecordedFeeder:
-    """One start of a feeder that reads no samples."""
+    """One start of a feeder that reads no samples of its own run."""
 
-    def __init__(self, bus: Bus, settings: FeederSettings, server: FeedServer) -> None:
-        self._bus, self._settings, self._server = bus, settings, server
+    def __init__(self, bus: Bus, settings: FeederSettings, server: FeedServer, read: ReadStep) -> None:
+        self._bus, self._settings, self._server, self._read = bus, settings, server, read
         self._num_steps = settings.learner.steps
         self._epoch, self._step, self._done, self._chain = 0, 0, 0, GENESIS
         self._facts: dict[int, dict[str, float]] = {}
@@ -109,15 +129,15 @@ class RecordedFeeder:
                 self._text = f"rank 0 to take step {self._server.asked}"
                 await self._server.waiter.wait(BEAT_S)
                 continue
-            self._text = f"the file of step {self._step + 1} to be read"
-            frames, metadata = await asyncio.to_thread(self._next)
+            source = f"run {self._settings.debug.shadow_of}" if self._settings.debug.shadow_of else "its file"
+            self._text = f"step {self._step + 1}, from {source}"
+            frames, metadata = await asyncio.to_thread(self._packed, await self._read(self._step + 1))
             await self._server.offer(self._step, frames, metadata)
         self._text = f"rank 0 to finish step {self._step}"
 
-    def _next(self) -> tuple[list[Frames], bytes]:
-        """Read and pack the next step: frames of each data-parallel rank, and metadata. Raises DebugFileRefused."""
+    def _packed(self, rollout: DumpedRollout) -> tuple[list[Frames], bytes]:
+        """Pack the next step: frames of each data-parallel rank, and metadata."""
         step, learner = self._step + 1, self._settings.learner
-        rollout = load_rollout(Path(self._settings.debug.load_rollout.format(step=step)))
         packing = Packing(
             data_parallel=learner.data_parallel,
             max_tokens=learner.max_tokens_per_micro_batch,

@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import shutil
+import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -31,7 +33,9 @@ from tidemill.bus.streams.bus import Bus, connect, find_run
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import DeadLetterDecision, Done
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.run import desired
+from tidemill.launch.run import desired, users
+from tidemill.launch.run.bus_requests import RequestRefused
+from tidemill.launch.settings.config_loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "r"
@@ -391,6 +395,28 @@ def test_permissions_name_streams_that_there_are(tmp_path: Path) -> None:
 # ---- TLS
 
 
+async def test_a_user_gets_a_new_password_while_the_others_stay_connected(
+    guarded: EmbeddedBus, auth_dir: Path, as_user: As, tmp_path: Path
+) -> None:
+    config = load([], [f"directory={tmp_path}", f"run={RUN}", "bus.auth=true", "bus.auth_users=2"]).config
+    before = line_of(guarded.url, auth_dir, "actor-0")
+    async with as_user("learner") as learner, as_user("actor-1") as other, as_user("actor-0") as renewed:
+        outages = [bus.nc.stats["reconnects"] for bus in (learner, other)]
+        await asyncio.to_thread(users.renew, config, guarded, ["actor-0"])
+        await until(lambda: not renewed.connected)
+        await other.samples.publish(make_sample(RUN, actor="actor-1"))
+        assert [bus.nc.stats["reconnects"] for bus in (learner, other)] == outages
+    assert line_of(guarded.url, auth_dir, "actor-0") != before
+    with pytest.raises(BusError):
+        async with connect(before, RUN, CONFIG, name="actor-0", wait_s=1):
+            pass
+    async with as_user("actor-0") as again:
+        await again.samples.publish(make_sample(RUN, actor="actor-0", task=2))
+    for name, reason in (("learner", "read its password at their start"), ("actor-9", "there is none")):
+        with pytest.raises(RequestRefused, match=f"{name}: .*{reason}"):
+            users.renew(config, guarded, [name])
+
+
 def openssl(directory: Path, *words: str) -> None:
     subprocess.run(["openssl", *words], cwd=directory, check=True, capture_output=True, timeout=60)
 
@@ -408,9 +434,32 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     openssl(directory, "req", *key[:-2], "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=bus")
     (directory / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    _sign(directory)
+    return directory
+
+
+def _sign(directory: Path) -> None:
     signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
     openssl(directory, "x509", "-req", "-in", "server.csr", "-out", "server.pem", *signed)
-    return directory
+
+
+def _serial(directory: Path) -> int:
+    """Return the serial number of the certificate in a file."""
+    words = ("openssl", "x509", "-noout", "-serial", "-in", str(directory / "server.pem"))
+    return int(subprocess.check_output(words, text=True, timeout=60).strip().partition("=")[2], 16)
+
+
+def _shown(url: str, directory: Path) -> int:
+    """Return the serial number of the certificate that a server shows."""
+    context = ssl.create_default_context(cafile=str(directory / "ca.pem"))
+    context.load_cert_chain(str(directory / "server.pem"), str(directory / "server.key"))
+    host, port = url.removeprefix("tls://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as plain:
+        plain.recv(4096)  # NATS sends its INFO before the handshake
+        with context.wrap_socket(plain, server_hostname=host) as guarded:
+            certificate = guarded.getpeercert()
+            assert certificate is not None
+            return int(str(certificate["serialNumber"]), 16)
 
 
 @pytest.mark.parametrize("verify", [False, True], ids=["server", "both"])
@@ -428,6 +477,10 @@ async def test_tls(tmp_path: Path, certificates: Path, verify: bool) -> None:
         async with connect(client.line(), RUN, name="a", wait_s=60) as bus:
             await bus.create_layout()
             assert await bus.samples.publish(make_sample(RUN)) == 1
+        assert _shown(url, odd) == _serial(odd)
+        _sign(odd)
+        await asyncio.to_thread(servers.reload)
+        assert _shown(url, odd) == _serial(odd), "a certificate that was renewed is read again"
         for line in (url, f"{url}?ca={certificates / 'stranger.pem'}"):
             with pytest.raises(Denied, match="the certificate of the bus: "):
                 async with asyncio.timeout(AT_ONCE_S), connect(line, RUN, name="a", wait_s=60):
@@ -490,18 +543,20 @@ async def test_a_host_gives_each_process_a_user_of_its_own_and_has_no_more_of_th
     environment = {**os.environ, "TIDEMILL_BUS_CREDENTIALS": str(credentials_file(auth_dir, "host-1"))}
     async with as_user("learner") as learner:
         await learner.rows("run").put("config", {"actor": {"reward": "digits"}})
-        await desired.change(learner, desired.host_key("host-1"), {"actor": 5})
-        host = await asyncio.create_subprocess_exec(*command, "--users", str(auth_dir), cwd=ROOT, env=environment)
+        words = ("--users", str(auth_dir), "actors=1")
+        host = await asyncio.create_subprocess_exec(*command, *words, cwd=ROOT, env=environment)
         try:
             view = LiveView(learner)
 
-            async def both_run() -> bool:
-                return [one.id for one in await view.alive("actor")] == ["actor-0", "actor-1"]
+            async def run(*names: str) -> bool:
+                return [actor.id for actor in await view.alive("actor")] == list(names)
 
             async def waiting() -> list[LiveRow]:
                 return [row for row in await view.alive("host") if row.waits_for]
 
-            await until(both_run)
+            await until(lambda: run("actor-0"))  # its own number, which it may not write
+            await desired.change(learner, desired.host_key("host-1"), {"actor": 5})
+            await until(lambda: run("actor-0", "actor-1"))
             [row] = await until(waiting)
             assert (row.id, row.waits_for) == ("host-1", "5 actors wanted, credentials for 2 of them here")
         finally:

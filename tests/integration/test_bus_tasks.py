@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
+import msgpack
 import pytest
 
 from tests.bus_fixtures import BusOpener
@@ -346,6 +347,19 @@ async def test_a_task_behind_a_newer_fence_is_void_for_actors_too(open_bus: BusO
         (valid,) = await issue(bus, epoch=2)
         assert [(await lease(bus)).task.id for _ in range(2)] == [2, valid]
         assert await bus.tasks.lease(0.05) is None
+
+
+async def test_a_task_of_a_newer_schema_is_left_to_an_actor_of_a_newer_release(open_bus: BusOpener) -> None:
+    async with open_bus() as bus, leasing(bus) as leases:
+        await bus.tasks.fence(1)
+        newer = msgpack.packb({**msgpack.unpackb(encode_task(make_task(bus.run))), "schema": 9})
+        stored = await bus.js.publish(f"tm.{bus.run}.task.train", newer, headers={"Tm-Epoch": "1"})
+        (valid,) = await issue(bus)
+        await until(lambda: [held.task.id for held in leases] == [valid])
+        await until(lambda: bus.refusals.counts["TASKS"] == 1)
+        assert (await bus.tasks.backlog()) == (0, 2), "it waits to be delivered again"
+        assert [dead async for _, dead in bus.dead.scan()] == []
+        assert f"TASKS {stored.seq}: schema: want 1 or 2, got 9" in str(bus.refusals)
 
 
 async def test_scan_and_fetch_give_tasks_by_id(open_bus: BusOpener) -> None:

@@ -144,9 +144,11 @@ def test_a_terminal_that_closes_twice_still_drains() -> None:
     assert child.returncode == 0, errors
 
 
-def test_nohup_ignores_a_closed_terminal() -> None:
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_that_the_parent_ignores_stays_ignored(number: signal.Signals) -> None:
+    """By nohup; by a batch script, for the process that it ends last."""
     code = BODY.format(body="await asyncio.to_thread(sys.stdin.readline)", drain_s=0, uvloop=True, same_signal_s=1)
-    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    ignoring = f"import signal; signal.signal({number.value}, signal.SIG_IGN)\n"
     child = subprocess.Popen(
         [sys.executable, "-c", ignoring + code],
         cwd=ROOT,
@@ -156,7 +158,7 @@ def test_nohup_ignores_a_closed_terminal() -> None:
         stderr=subprocess.PIPE,
     )
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    child.send_signal(signal.SIGHUP)
+    child.send_signal(number)
     _, errors = child.communicate("go on\n", timeout=30)
     assert child.returncode == 0, errors
 

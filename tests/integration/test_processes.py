@@ -84,6 +84,21 @@ async def test_output_without_a_log_file_is_passed_on_behind_the_name(capfd: pyt
     assert child.reason() == "two"
 
 
+async def test_a_log_that_is_emptied_goes_on_from_its_beginning(tmp_path: Path) -> None:
+    """As logrotate with copytruncate empties it."""
+    log = tmp_path / "child.log"
+    log.write_text("lines of an earlier start\n" * 100)
+    child = Child("child", ["sh", "-c", "echo before; read line; echo after"], log, keeper=True)
+    await child.start()
+    await until(lambda: child.lines() == ["before"])
+    os.truncate(log, 0)
+    assert child.process is not None and child.process.stdin is not None
+    child.process.stdin.write(b"go on\n")
+    assert await child.wait() == 0
+    assert log.read_bytes() == b"after\n"
+    assert child.last_lines() == "after"
+
+
 async def test_the_exit_code_does_not_wait_for_output_that_another_process_holds_open() -> None:
     """The grandchild has left the group, and has inherited the output."""
     grandchild = "import signal; print('here', flush=True); signal.pause()"

@@ -25,6 +25,7 @@ READ_FOR = {
     ),
     "launch/metrics/trackers.py": "the time of a step as MLflow shows it",
     "launch/page/reader.py": "ages of a run's data as a page shows them, beside the server's stamps",
+    "launch/run/backup.py": "time of a backup, for the person that restores it",
     "actors/serving/server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "rewards/model_text.py": "strftime_now of chat templates, as transformers has it",
     "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
