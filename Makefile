@@ -13,7 +13,11 @@ SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
 VERIFIERS ?= .venv-verifiers
 GYMS   ?= .venv-gyms
+# Packages beside ours, not an environment: `tidemill metrics` imports them.
+TRACKERS ?= .venv-trackers
 TRL    ?= .venv-trl
+RAY    ?= .venv-ray
+SKY    ?= .venv-sky
 DOCS   ?= .venv-docs
 RELEASE ?= .venv-release
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
@@ -142,8 +146,10 @@ test-net-all: setup
 	$(BIN)/python -m pytest -s tests/net
 
 test-all test-sglang-all test-net-all test-env test-gpu test-gpu-logic: export THOROUGH := 1
-test-all: check
-	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(BESIDE)
+test-all: check images $(RAY)/.ready $(SKY)/.ready
+	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(ON_OTHERS) $(BESIDE)
+
+ON_OTHERS := --ray-python $(RAY)/bin/python --sky-python $(SKY)/bin/python --image-store .images
 
 # A run whose processes are exchanged for those of an older commit's wheel, and back.
 .PHONY: test-upgrade
@@ -172,14 +178,15 @@ test-sglang-all: setup $(SGLANG)/.ready
 	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python $(SERVERS_BESIDE)
 
 # Environments of other projects, each in an environment of its own, because they cannot live with our packages.
-test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
 	$(BIN)/python -m pytest tests/env $(IN_ENVIRONMENTS) $(BESIDE)
 
-IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python
+IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python \
+	--trackers $(TRACKERS)
 
 # What `.ci/run` runs after `make test`: test-chaos, test-net, test-browser, test-gpu-logic and test-env in one run, whose workers start once,
 # and in which tests that wait are beside tests that compute.
-test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
 	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/page tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
 		-n 6 --dist loadfile --no-loadscope-reorder
 
@@ -188,8 +195,45 @@ test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
 test-browser: setup
 	$(BIN)/python -m pytest tests/page
 
+# A run in a Ray cluster of three nodes, and the file of SkyPilot by its parser.
+.PHONY: test-ray test-sky images programs-images test-images
+test-ray: setup $(RAY)/.ready
+	$(BIN)/python -m pytest tests/deploy/test_ray.py --ray-python $(RAY)/bin/python
+
+test-sky: setup $(SKY)/.ready
+	$(BIN)/python -m pytest tests/deploy/test_skypilot.py --sky-python $(SKY)/bin/python
+
+# Images of the roles on a base of Debian's packages, in a storage of their own (root, `make programs-images`); docs/images.md
+IMAGES   := .images
+IN_STORE := --root $(CURDIR)/$(IMAGES)/store --runroot $(CURDIR)/$(IMAGES)/run --storage-driver overlay
+images: $(IMAGES)/.base $(IMAGES)/wheels/.ready
+	for role in actor engine learner; do \
+		buildah $(IN_STORE) bud --quiet --isolation chroot --network host \
+			--file launch/deploy/images/Containerfile --ignorefile launch/deploy/images/containerignore \
+			--build-arg BASE=localhost/debian-python --build-arg BUILD_BASE=localhost/debian-python-build \
+			--build-arg ROLE=$$role --build-arg VERSION=$$($(BIN)/tidemill --version | cut -d' ' -f2) \
+			--volume $(CURDIR)/$(IMAGES)/wheels:/wheels:ro --build-arg PIP_ARGS="--no-index --find-links /wheels" \
+			--tag localhost/tidemill-$$role . || exit 1; \
+	done
+	buildah $(IN_STORE) images
+
+$(IMAGES)/.base: launch/deploy/images/base.sh
+	sh $< $(IN_STORE)
+	touch $@
+
+$(IMAGES)/wheels/.ready: pyproject.toml constraints.txt | $(VENV)/.ready
+	$(BIN)/python -m pip wheel --quiet --wheel-dir $(@D) -c constraints.txt '.[actor,engine,learner]' 'setuptools>=77' 'setuptools-scm>=8'
+	touch $@
+
+programs-images:
+	apt-get install --quiet --yes --no-install-recommends buildah podman runc mmdebstrap
+
+# A run of four containers, some of which are killed.
+test-images: images
+	$(BIN)/python -m pytest tests/deploy/test_images.py --image-store $(IMAGES)
+
 # All of those environments and SGLang's: installed beside other work, which `.ci/run` does.
-environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready
+environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
 
 # Most modules of these packages are never imported, so nothing is compiled before it is.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -211,9 +255,25 @@ $(TRL)/.ready: tests/bench/requirements-trl.txt constraints.txt
 	$(TRL)/bin/python $(INSTALL) -r $<
 	touch $@
 
+# Ray, with the base of Tidemill: the learner and the engines of the tests are from $(VENV).
+$(RAY)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python $(INSTALL) -c constraints.txt -e '.[ray]'
+	touch $@
+
+$(SKY)/.ready: tests/deploy/requirements-sky.txt
+	$(PYTHON) -m venv $(SKY)
+	$(SKY)/bin/python $(INSTALL) -r $<
+	touch $@
+
 $(GYMS)/.ready: tests/env/requirements-gyms.txt
 	$(PYTHON) -m venv $(GYMS)
 	$(GYMS)/bin/python $(INSTALL) -r $<
+	touch $@
+
+$(TRACKERS)/.ready: tests/env/requirements-trackers.txt | $(VENV)/.ready
+	rm -rf $(TRACKERS)
+	$(BIN)/python $(INSTALL) --target $(TRACKERS) -r $<
 	touch $@
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt
@@ -320,9 +380,6 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test]'
 	touch $@
 
-clean:
-	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRL) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache
-
 # The Helm chart and the Kustomize base in launch/deploy/kubernetes: checked by the real programs, and their containers run as processes.
 KUBERNETES ?= .venv-kubernetes
 .PHONY: helm test-deploy kustomize-base
@@ -341,3 +398,6 @@ test-deploy: setup helm
 kustomize-base: setup helm
 	$(BIN)/python -m tidemill.launch.deploy.kubernetes.values_schema > launch/deploy/kubernetes/chart/values.schema.json
 	$(KUBERNETES)/bin/helm template tidemill launch/deploy/kubernetes/chart > launch/deploy/kubernetes/base/all.yaml
+
+clean:
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRACKERS) $(TRL) $(KUBERNETES) $(RAY) $(SKY) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache

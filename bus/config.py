@@ -15,9 +15,11 @@ from tidemill.bus.section import Derived, Name, NotNegative, OneOf, Positive, Po
 SINGLE_TURN = "single_turn"  # Name of the rollout that is none: an engine is asked once
 # Control characters, and bytes of a file's name that are no UTF-8: the configuration of nats-server cannot hold them
 UNQUOTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+MAX_SHARDS = 64
 MAX_REPLICAS = 5  # Copies of a stream that nats-server keeps at most
 # Share of a disk's free room that an embedded server takes for its store, beside what the store holds already
 STORE_SHARE = 0.75
+LEAF_CURE = "set default_js_domain of the leaf node to the domain of its hub's jetstream (docs/scaling.md)"
 # Oldest version of nats-server. Older ones silently ignore settings we need (several filter subjects, stream metadata).
 OLDEST_SERVER = (2, 10)
 
@@ -39,6 +41,10 @@ class BusConfig:
     """Largest message of the embedded server; larger samples are split."""
     samples_max_bytes: Positive = 4_000_000_000
     """Bound of the stream SAMPLES; publishers wait when it is full."""
+    sample_shards: Annotated[int, Field(ge=1, le=MAX_SHARDS)] = 1
+    """Streams among which SAMPLES is divided, each with its share of ``samples_max_bytes`` and, with two or more, a
+    reader process in the learner.
+    """
     turns_max_bytes: Positive = 1_000_000_000
     """Bound of the stream TURNS, which runs with rollouts have; when it is full, episodes go on without a log."""
     trained_max_bytes: Positive = 256_000_000

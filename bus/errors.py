@@ -216,7 +216,7 @@ class NoRoom(DetailedError, BusError):
     @property
     def setting(self) -> str:
         """Setting that bounds the stream."""
-        return f"bus.{self.stream.rpartition('_')[2].lower()}_max_bytes"
+        return f"bus.{self.stream.rpartition('_')[2].partition('-')[0].lower()}_max_bytes"
 
 
 class StreamReplaced(DetailedError, BusError):

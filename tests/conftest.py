@@ -238,6 +238,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PYTHON",
         help="interpreter that has gem-llm and skyrl-gym: runs tests/env (make test-env)",
     )
+    for name, module in (("ray", "ray"), ("sky", "skypilot")):
+        parser.addoption(
+            f"--{name}-python", metavar="PYTHON", help=f"interpreter that has {module}: runs its tests of tests/deploy"
+        )
+    parser.addoption(
+        "--image-store",
+        metavar="DIR",
+        help="storage of containers with our images: runs their tests",
+    )
     parser.addoption(
         "--trackers", metavar="DIRECTORY", help="packages of MLflow and Trackio: runs tests/env (make test-env)"
     )

@@ -26,6 +26,7 @@ PACKAGES = {
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "chromium": "chromium",
+    "systemd-analyze": "systemd",
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "sbatch": "slurm-client",

@@ -5,6 +5,7 @@ Knows the bus, not the work of the process.
 
 import asyncio
 import logging
+import math
 import os
 import re
 import socket
@@ -15,7 +16,7 @@ from typing import TypeVar, cast
 
 from tidemill.actors.errors import BadRow
 from tidemill.actors.guarded_settings import refuse_foreign
-from tidemill.bus.config import BusConfig
+from tidemill.bus.config import LEAF_CURE, BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable, NotFound
 from tidemill.bus.liveness.heartbeats import Waiting
 from tidemill.bus.section import read
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 BUS_WAIT_S = 300.0
 """Longest wait in seconds for the bus, and for the config of the run, at the start."""
+WARN_S = 3.0
+"""Time in seconds without the streams of the run after which a log names the cures."""
 STEP_S = 1.0
 """Longest time in seconds between two checks of ``draining`` during such a wait."""
 CONFIG_KEY = "config"
@@ -58,7 +61,7 @@ async def connected(
 
     Raises BusUnavailable after ``BUS_WAIT_S``, and NotFound when the run has none by then.
     """
-    deadline, bus = time.monotonic() + BUS_WAIT_S, None
+    deadline, warn_s, bus = time.monotonic() + BUS_WAIT_S, time.monotonic() + WARN_S, None
     while not draining.is_set():
         try:
             if bus is None:
@@ -70,6 +73,12 @@ async def connected(
                 raise
             what = "the bus" if bus is None else f"the streams of run {run}, made by its bus or learner"
             logger.info("waiting for %s error=%s", what, error)
+            if bus is not None and isinstance(error, NotFound) and time.monotonic() > warn_s:
+                text = (
+                    "no streams of run %s in the JetStream of %s; if it is a leaf node with a JetStream of its own, %s"
+                )
+                logger.warning(text, run, bus.connected_url, LEAF_CURE)
+                warn_s = math.inf
             if bus is not None:
                 await asyncio.sleep(STEP_S)
     return None

@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from tidemill.bus.client.addresses import Address, parse
-from tidemill.bus.config import OLDEST_SERVER
+from tidemill.bus.config import LEAF_CURE, OLDEST_SERVER
 from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
 from tidemill.bus.system.coroutines import CANCEL_AGAIN_S, Waiter, ended, heard, to_the_end
 from tidemill.bus.system.output import FailureLog
@@ -43,6 +43,10 @@ _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "(
 _CLEANUP = "$js.api.consumer.delete."
 # Parts of the server's errors for a wrong user or password, in lower case
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
+
+_JETSTREAM = "$JS.API."
+_STARTING_S = 3.0  # Seconds without JetStream after which a log names the cures
+NO_JETSTREAM = f"it starts, or was started without -js, or is a leaf node with plain defaults ({LEAF_CURE})"
 
 # Errors that the client library raises for causes outside of this process
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
@@ -95,6 +99,7 @@ class Connection:
         self._opening: Address | None = None
         self.last_error = ""
         self._logged_s = 0.0
+        self._repeated, self._unanswered_s = FailureLog(_log), math.inf
         self._closing = False
         self._what = "bus"
 
@@ -175,9 +180,21 @@ class Connection:
                 finally:
                     for remove in removals:
                         remove()
+        except nats.errors.NoRespondersError as error:
+            if not subject.startswith(_JETSTREAM):
+                raise unavailable(subject, error) from None
+            raise BusUnavailable(subject, self._no_jetstream()) from None
         except FOREIGN as error:
             self.check_allowed(subject)
             raise unavailable(subject, error) from None
+
+    def _no_jetstream(self) -> str:
+        """Return the reason for which no JetStream answers, with the cure; log it, unless a server may just start."""
+        reason, now = f"no JetStream answers at {self.connected_url}: {NO_JETSTREAM}", time.monotonic()
+        self._unanswered_s = min(self._unanswered_s, now)
+        if now - self._unanswered_s > _STARTING_S:
+            self._repeated("bus: no JetStream", reason)
+        return reason
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Publish without an answer. Raises Forbidden; BusUnavailable when not connected."""
@@ -322,7 +339,7 @@ class Connection:
 
     def _set_connected(self) -> None:
         self._forbidden.clear()
-        self.connected = True
+        self.connected, self._unanswered_s = True, math.inf
         self._changed.wake()
 
     def _set_disconnected(self) -> None:

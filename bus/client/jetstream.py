@@ -17,6 +17,7 @@ from tidemill.bus.errors import BusUnavailable, NotFound, Refused, WireError
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.shards import Shards
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +121,27 @@ class JetStream:
         self.connection, self.run, self.config = connection, run, config
         self.outbox = Outbox(connection, subjects.full(run))
         self.refusals = Refusals()
+        self._shards: Shards | None = None
+
+    async def shards(self) -> Shards:
+        """Return the shards of SAMPLES as the bus has them, or while it has none, as configured.
+
+        They are read once, waiting for the bus as long as necessary. Raises BusUnavailable once closed.
+        """
+        if self._shards is None:
+            self._shards = await self.retry_for_ever(self.stored_shards)
+        return self._shards or Shards(self.config.sample_shards)
+
+    async def stored_shards(self) -> Shards | None:
+        """Return the shards of SAMPLES that the bus has; None = it has none yet. Raises BusUnavailable."""
+        filter = subjects.everything(self.run)
+        names: list[str] = []
+        while True:
+            answer = await self.call("STREAM.NAMES", {"subject": filter, "offset": len(names)})
+            page = answer.get("streams") or []
+            names += page
+            if not page or len(names) >= int(answer.get("total", 0)):
+                return Shards.named(names)
 
     async def store_use(self) -> tuple[int, int]:
         """Return the bytes of this user's streams on the disks of the bus, and their bound; 0 = it has none."""

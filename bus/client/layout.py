@@ -8,6 +8,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, ConfigMismatch, NoRoom, NotFound, Refused
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.shards import Shards
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ async def create_layout(jet: JetStream) -> None:
 
     Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable; nothing because of TRAINED.
     """
+    await _refuse_other_shards(jet)
     trained, stream = (subjects.stream(jet.run, name) for name in (subjects.TRAINED, subjects.TASKS))
     # TRAINED takes the room that the others leave; TASKS is last, because runs are found by it.
     order = {trained: 1, stream: 2}
@@ -37,6 +39,13 @@ async def create_layout(jet: JetStream) -> None:
             _log.warning("the stream for values of trained tokens is not as configured: %s", error)
     for config in consumer_configs(jet.run, jet.config):
         await _ensure_consumer(jet, stream, config)
+
+
+async def _refuse_other_shards(jet: JetStream) -> None:
+    """Raise ConfigMismatch if SAMPLES is there in another number of shards: their samples would not be read."""
+    stored, want = await jet.stored_shards(), jet.config.sample_shards
+    if stored is not None and stored.count != want:
+        raise ConfigMismatch(subjects.stream(jet.run, subjects.SAMPLES), "sample_shards", want, stored.count)
 
 
 async def create_archive(jet: JetStream) -> None:
@@ -54,9 +63,14 @@ async def create_archive(jet: JetStream) -> None:
 
 def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
     """Yield the settings of every stream of a run, buckets included, as the server spells them."""
+    shards = Shards(config.sample_shards)
+    suffixes = [shards.suffix(shard) for shard in range(shards.count)]
     names = {
         subjects.TASKS: [subjects.task(run, "*")],
-        subjects.SAMPLES: [subjects.samples(run), subjects.parts(run)],
+        **{
+            subjects.SAMPLES + suffix: [subjects.samples(run, shard=suffix), subjects.parts(run, suffix)]
+            for suffix in suffixes
+        },
         subjects.PLAN: [subjects.plan(run, "*")],
         subjects.PARTIALS: [subjects.partial(run)],
         subjects.DEAD: [subjects.dead(run)],
@@ -65,7 +79,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
     if config.rollouts:
         names[subjects.TURNS] = [subjects.turn(run)]
     bounds = {
-        subjects.SAMPLES: config.samples_max_bytes,
+        **{subjects.SAMPLES + suffix: config.samples_max_bytes // shards.count for suffix in suffixes},
         subjects.TURNS: config.turns_max_bytes,
         subjects.TRAINED: config.trained_max_bytes,
     }

@@ -18,6 +18,7 @@ from tidemill.bus.client.layout import stream_configs
 from tidemill.bus.config import BusConfig, quoted, quoted_list
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire import subjects
+from tidemill.bus.wire.shards import Shards
 
 ACCOUNT = "TIDEMILL"  # Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``.
 NO_ACCOUNT = "$G"
@@ -76,7 +77,7 @@ class _Rights:
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
         self._run, self._name, self._rollouts = run, name, config.rollouts
         self._streams = [str(stream["name"]) for stream in stream_configs(run, config)]
-        self._tasks = subjects.stream(run, subjects.TASKS)
+        self._tasks, self._shards = subjects.stream(run, subjects.TASKS), Shards(config.sample_shards)
         self._rows_of = {bucket: subjects.row(run, bucket, ">") for bucket in subjects.BUCKETS}
 
     def learner(self) -> _Lists:
@@ -92,9 +93,7 @@ class _Rights:
     def actor(self) -> _Lists:
         """Leases and settles tasks; stores samples under its own name, parts, partials, reports of failures."""
         publish = [
-            subjects.samples_of(self._run, self._name),
-            subjects.manifest(subjects.samples_of(self._run, self._name)),
-            subjects.part(self._run, "*", "*"),
+            *self._samples(),
             subjects.partial(self._run),
             *([subjects.turn(self._run)] if self._rollouts else []),
             *(_api(f"STREAM.{verb}.{subjects.stream(self._run, subjects.PARTIALS)}") for verb in ("INFO", "MSG.GET")),
@@ -108,6 +107,13 @@ class _Rights:
         for consumer in subjects.queues(self._rollouts).values():
             publish += [_api(f"CONSUMER.MSG.NEXT.{self._tasks}.{consumer}"), f"$JS.ACK.{self._tasks}.{consumer}.>"]
         return [*publish, *self._member("actor")], self._subscriptions(live=("engine", "scorer"), weights=(">",)), []
+
+    def _samples(self) -> Iterator[str]:
+        """Yield the subjects of its own samples, their manifests and parts, in every shard."""
+        for shard in range(self._shards.count):
+            suffix = self._shards.suffix(shard)
+            samples = subjects.samples_of(self._run, self._name, suffix)
+            yield from (samples, subjects.manifest(samples), subjects.part(self._run, "*", "*", suffix))
 
     def engine(self) -> _Lists:
         """Reads the versions of the weights, and requests snapshots of them."""

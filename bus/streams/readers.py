@@ -5,20 +5,24 @@ floor: all samples up to there are processed. The learner's own row is in its ch
 """
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tidemill.bus import exit_codes
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState, unix_time
 from tidemill.bus.client.pull import follow, present
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusError, DetailedError, NotFound, StreamReplaced, WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.samples import Received, payload_of
+from tidemill.bus.streams.merging import as_they_arrive, in_order
+from tidemill.bus.streams.shard_reading import Received, payload_of, state_of_all
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Cursor, Kind
 from tidemill.bus.wire.rows import ReaderRow, row_of
+from tidemill.bus.wire.shards import Shards
 from tidemill.bus.wire.subjects import nonce, token
 
 
@@ -36,39 +40,53 @@ class StoredSample:
 
 
 class History:
-    """The stored and the coming messages of SAMPLES. Every read has a consumer in the server's memory."""
+    """The stored and the coming messages of SAMPLES. Every read has a consumer in the server's memory.
+
+    Of several shards, samples from one sequence to another come in the order of their sequences, new ones as they
+    arrive; a place in time or versions is a sequence before which no shard has a sample that belongs behind it.
+    """
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
-        self._stream = subjects.stream(jet.run, subjects.SAMPLES)
-        self._filters = [subjects.samples(jet.run)]
 
     async def state(self) -> StreamState:
-        return await self._jet.state(self._stream)
+        return await state_of_all(self._jet)
 
     async def now_s(self) -> float:
         """Return the Unix time of the server's clock, by which ``stored_s`` is measured, too."""
-        return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["ts"])
+        stream = subjects.stream(self._jet.run, subjects.PLAN)
+        return unix_time((await self._jet.call(f"STREAM.INFO.{stream}"))["ts"])
 
-    def glimpses(self, first: int, last: int | None = None) -> AsyncIterator[Message]:
+    def glimpses(self, first: int, last: int | None = None) -> AsyncGenerator[Message]:
         """Yield the headers of the samples from ``first`` to ``last``; for ever without a last one."""
         return self._read(first, last, headers_only=True)
 
     async def payloads(self, first: int, last: int | None = None) -> AsyncIterator[StoredSample]:
         """Yield the samples from ``first`` to ``last``; for ever without a last one."""
-        async for delivered in self._read(first, last, headers_only=False):
-            yield await self._stored(delivered)
+        async with aclosing(self._read(first, last, headers_only=False)) as messages:
+            async for delivered in messages:
+                yield await self._stored(delivered)
 
     async def payload(self, seq: int) -> StoredSample:
         """Return one sample. Raises NotFound; ValueError for the sequence of another kind of message."""
-        message = await self._jet.retry_for_ever(partial(self._jet.message, self._stream, seq))
+        shards = await self._jet.shards()
+        shard, local = shards.place(seq)
+        stream = shards.stream(self._jet.run, shard)
+        message = await self._jet.retry_for_ever(partial(self._jet.message, stream, local))
         if not subjects.is_sample(self._jet.run, message.subject):
             raise ValueError(f"sequence {seq}: want a sample, got a message on {message.subject}")
-        return await self._stored(message)
+        return await self._stored(message._replace(seq=seq))
 
     async def at_time(self, unix_s: float, *, name: str = subjects.SAMPLES) -> int:
         """Return the sequence of the first message of stream ``name`` stored then or later, or the next sequence."""
-        stream = subjects.stream(self._jet.run, name)
+        if name != subjects.SAMPLES:
+            return await self._at_time(subjects.stream(self._jet.run, name), unix_s)
+        shards, seqs = await self._jet.shards(), []
+        for shard in range(shards.count):
+            seqs.append(shards.seq(shard, await self._at_time(shards.stream(self._jet.run, shard), unix_s)))
+        return min(seqs)
+
+    async def _at_time(self, stream: str, unix_s: float) -> int:
         state = await self._jet.state(stream)
         low, high = max(1, state.first_seq), state.last_seq + 1
         # A binary search: the times of a stream rise with its sequences.
@@ -92,27 +110,52 @@ class History:
     async def at_version(self, version: int) -> int:
         """Return the sequence of the first sample whose oldest token is of this version, or of the next one."""
         for candidate in sorted(v for v in await self._versions() if v >= version):
-            filters = [subjects.samples(self._jet.run, kind, candidate) for kind in Kind]
-            firsts = [await self._jet.next(self._stream, 1, subject) for subject in filters]
-            if seqs := [first.seq for first in firsts if first is not None]:
-                return min(seqs)
+            if (seq := await self._first_of(candidate)) is not None:
+                return seq
         return (await self.state()).last_seq + 1
 
+    async def _first_of(self, version: int) -> int | None:
+        """Return the smallest sequence of a version's samples; None = there is none."""
+        shards, seqs = await self._jet.shards(), []
+        for shard in range(shards.count):
+            stream, suffix = shards.stream(self._jet.run, shard), shards.suffix(shard)
+            filters = [subjects.samples(self._jet.run, kind, version, shard=suffix) for kind in Kind]
+            firsts = [await self._jet.next(stream, 1, subject) for subject in filters]
+            seqs += [shards.seq(shard, first.seq) for first in firsts if first is not None]
+        return min(seqs, default=None)
+
     async def _versions(self) -> set[int]:
-        counts = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
+        shards, counts = await self._jet.shards(), dict[str, int]()
+        for shard in range(shards.count):
+            filter = subjects.samples(self._jet.run, shard=shards.suffix(shard))
+            counts |= await self._jet.subjects(shards.stream(self._jet.run, shard), filter)
         return {version for subject in counts if (version := subjects.version_of_sample(subject)) is not None}
 
-    async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncIterator[Message]:
-        read = follow if last is None else present
-        async for delivered in read(self._jet, self._stream, first, filters=self._filters, headers_only=headers_only):
-            if last is not None and delivered.seq > last:
+    async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncGenerator[Message]:
+        shards = await self._jet.shards()
+        sources = [self._read_shard(shards, shard, first, last, headers_only) for shard in range(shards.count)]
+        merged = as_they_arrive(sources) if last is None else in_order(sources, lambda message: message.seq)
+        async with aclosing(merged) as messages:
+            async for message in messages:
+                yield message
+
+    async def _read_shard(
+        self, shards: Shards, shard: int, first: int, last: int | None, headers_only: bool
+    ) -> AsyncGenerator[Message]:
+        read, stream = follow if last is None else present, shards.stream(self._jet.run, shard)
+        start, filters = shards.first(shard, first), [subjects.samples(self._jet.run, shard=shards.suffix(shard))]
+        async for delivered in read(self._jet, stream, start, filters=filters, headers_only=headers_only):
+            message = delivered._replace(seq=shards.seq(shard, delivered.seq))
+            if last is not None and message.seq > last:
                 return
-            yield delivered
+            yield message
 
     async def _stored(self, message: Message) -> StoredSample:
         data: bytes | WireError
+        shards = await self._jet.shards()
+        shard, local = shards.place(message.seq)
         try:
-            data = await payload_of(self._jet, message)
+            data = await payload_of(self._jet, message._replace(seq=local), shards.stream(self._jet.run, shard))
         except WireError as error:
             data = error
         seq, subject, headers = message.seq, message.subject, message.headers
@@ -129,6 +172,21 @@ class CursorTaken(DetailedError, BusError):
 
     name: str
     template = "cursor {name}: taken over by another reader of this name; this one ends"
+
+
+class ManyShards(DetailedError, BusError):
+    """Something that reads one stream was asked for on a run with several shards of SAMPLES."""
+
+    exit_code = exit_codes.CONFIG
+    what: str
+    count: int
+    template = "{what}: want bus.sample_shards: 1, this run has {count}; copy its samples with tidemill replay instead"
+
+
+async def refuse_many_shards(bus: Bus, what: str) -> None:
+    """Raise ManyShards if SAMPLES has several shards, and ``what`` reads one stream."""
+    if (shards := await bus.jet.shards()).count > 1:
+        raise ManyShards(what, shards.count)
 
 
 class Cursors:
@@ -173,10 +231,11 @@ class Reader:
         """Register under ``name``, or continue from the last reader of this name, which is refused from now on.
 
         A new one begins at the first sample there is. Raises StreamReplaced when the row is of another stream,
-        ValueError for an unknown policy, BusUnavailable.
+        ManyShards, ValueError for an unknown policy, BusUnavailable.
         """
         if policy not in (WAIT, LEAVE):
             raise ValueError(f"policy: want {WAIT} or {LEAVE}, got {policy!r}")
+        await refuse_many_shards(bus, f"a registered reader ({name})")
         start, mine = await bus.samples.cursor(), f"{bus.name} {nonce()}"
 
         def taken_over(value: Value | None) -> Value:

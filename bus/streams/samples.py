@@ -1,40 +1,37 @@
 """The stream of samples: publish until stored, read gapless from a cursor, fetch, trim, tail."""
 
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Collection, Container, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
-from tidemill.bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.merging import as_they_arrive, in_order
+from tidemill.bus.streams.shard_reading import (
+    CREATED_SEPARATOR,
+    NO_CHECK,
+    PARTS_HEADER,
+    Received,
+    ShardReading,
+    part_id,
+    payload_of,
+    state_of_all,
+    states_of_shards,
+    stored_part,
+)
 from tidemill.bus.wire import codec, subjects
-from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
+from tidemill.bus.wire.codec import decode_sample, encode_sample
 from tidemill.bus.wire.messages import Cursor, Kind, Sample
 from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.shards import Position, Shards
 
 # Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)
 SAMPLE_HEADER = "Tm-Sample"
-PARTS_HEADER = "Tm-Parts"  # Header with the number of parts; only on a manifest
 _HEADER_VALUE = re.compile(r"[!-~]{1,200}")  # Printable ASCII without a space: spaces separate the fields of the header
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
-    """A message of SAMPLES. A sample that was published in parts is one message, at the sequence of its manifest."""
-
-    seq: int
-    sample: Sample | WireError
-    """The sample, or the reason it cannot be used (undecodable, invariant broken, parts missing)."""
-    headers: dict[str, str]
-    pending: int
-    """Number of messages after this one when it was delivered."""
-    stored_s: float
-    size_bytes: int
-    actor: str = ""
-    """The actor that the subject names; known also for a message that cannot be decoded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,11 +49,10 @@ class PublishStats:
 
 
 class SampleStream:
-    """Stream SAMPLES."""
+    """Stream SAMPLES, or all its shards, read as one stream."""
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
-        self._stream = subjects.stream(jet.run, subjects.SAMPLES)
         self.stats = PublishStats()
 
     async def publish(self, sample: Sample) -> int:
@@ -72,17 +68,22 @@ class SampleStream:
 
     async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
         """Store a sample that is encoded already, as ``publish`` does; ``headers``: as ``headers_of`` returns them."""
+        shards, task = await self._jet.shards(), int(headers[subjects.MESSAGE_ID].partition(".")[0])
+        shard = shards.of_task(task)
+        if shards.count > 1:
+            subject = subjects.in_shard(subject, shards.suffix(shard))
         if not codec.fits(data, self._jet.connection.max_payload):
             if len(data) > codec.MAX_SAMPLE_BYTES:
                 raise WireError("sample", f"<= {codec.MAX_SAMPLE_BYTES} bytes", len(data))
-            seqs = await self._store_parts(subjects.kind_of_sample(subject), headers[subjects.MESSAGE_ID], data)
+            parts = subjects.part(self._jet.run, subjects.kind_of_sample(subject), task, shards.suffix(shard))
+            seqs = await self._store_parts(parts, headers[subjects.MESSAGE_ID], data)
             data, subject = codec.describe(data, seqs), subjects.manifest(subject)
             headers = {**headers, PARTS_HEADER: str(len(seqs))}
         seq = await self._store(subject, data, headers)
         self.stats.published += 1
-        return seq
+        return shards.seq(shard, seq)
 
-    def read(
+    async def read(
         self,
         cursor: Cursor | None,
         *,
@@ -92,64 +93,109 @@ class SampleStream:
         check: bool = True,
         checked_before: Container[int] = (),
         on_passed: Callable[[int], None] | None = None,
-    ) -> AsyncIterator[Received]:
+        only_shard: int | None = None,
+    ) -> AsyncGenerator[Received]:
         """Yield every message after the cursor in stream order, for ever, over server restarts; end it with ``aclose``.
 
-        None begins at the first message there is. Sequences that the cursor counts as settled are skipped. With
-        ``check``, samples are checked against the invariants, except ``checked_before``, which passed those of their
-        time. ``vocab_size``, ``routed`` (sizes of the model's routing): None = not known. ``on_passed`` gets every
-        sequence, parts and settled ones included, once the caller requests the next message. Raises StreamReplaced;
-        StreamTrimmed when messages after the cursor are gone.
+        Shards are in order each, and as they arrive among each other; ``only_shard``: one of them alone. None begins at
+        the first message there is. Sequences that the cursor counts as settled are skipped. With ``check``, samples are
+        checked against the invariants, except ``checked_before``, which passed those of their time. ``vocab_size``,
+        ``routed`` (sizes of the model's routing): None = not known. ``on_passed`` gets every sequence, parts and
+        settled ones included, once the caller requests the next message. Raises StreamReplaced; StreamTrimmed when
+        messages after the cursor are gone.
         """
-        reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before, routed)
-        return reading.messages(self._filters(kinds), on_passed)
+        shards = await self._jet.shards()
+        checks, chosen = vocab_size if check else NO_CHECK, range(shards.count) if only_shard is None else [only_shard]
+        sources = []
+        for shard in chosen:
+            reading = ShardReading(self._jet, shards, shard, cursor, checks, checked_before, routed)
+            sources.append(reading.messages(self._filters(kinds, shards.suffix(shard)), on_passed))
+        pending = dict.fromkeys(chosen, 0)
+        async with aclosing(as_they_arrive(sources)) as messages:
+            async for received in messages:
+                if len(sources) == 1:
+                    yield received
+                    continue
+                pending[received.seq % shards.count] = received.pending
+                yield replace(received, pending=sum(pending.values()))
 
     async def cursor(self) -> Cursor:
         """Return a cursor before the first message there is now."""
-        state = await self.info()
-        return Cursor(created=state.created, floor=max(0, state.first_seq - 1))
+        shards, states = await self._jet.shards(), await self.states()
+        floors = tuple(shards.seq(shard, max(0, state.first_seq - 1)) for shard, state in enumerate(states))
+        created = CREATED_SEPARATOR.join(state.created for state in states)
+        return Cursor(created=created, floor=min(floors), floors=floors if shards.count > 1 else ())
 
     async def fetch(self, seq: int) -> Sample:
         """Return one sample by sequence, joined from its parts; unchecked. Raises NotFound, WireError."""
-        message = await self._jet.message(self._stream, seq)
-        return decode_sample(await payload_of(self._jet, message))
+        shards = await self._jet.shards()
+        shard, local = shards.place(seq)
+        stream = shards.stream(self._jet.run, shard)
+        return decode_sample(await payload_of(self._jet, await self._jet.message(stream, local), stream))
 
     async def info(self) -> StreamState:
-        return await self._jet.state(self._stream)
+        """Return identity and extent of the stream; of shards the sums, and the extent of their sequences."""
+        return await state_of_all(self._jet)
 
-    async def trim(self, below: int) -> None:
+    async def states(self) -> list[StreamState]:
+        """Return identity and extent of each shard's stream, with the sequences there."""
+        return await states_of_shards(self._jet)
+
+    async def ends(self) -> Position:
+        """Return the last sequence of each shard."""
+        shards = await self._jet.shards()
+        return tuple(shards.seq(shard, state.last_seq) for shard, state in enumerate(await self.states()))
+
+    async def trim(self, *below: int) -> None:
         """Remove messages with sequences < ``below``, except from the first part on that a later manifest still needs.
 
-        A sample is lost when its parts are trimmed before its manifest is stored (readers get a WireError): keep a
-        window of history, as ``history_samples`` does.
+        There is one ``below`` for each shard. A sample is lost when its parts are trimmed before its manifest is stored
+        (readers get a WireError): keep a window of history, as ``history_samples`` does.
         """
-        state = await self.info()
-        if below > state.last_seq + 1:
-            raise ValueError(f"{self._stream}: want below <= {state.last_seq + 1}, got {below}")
-        await self._jet.purge(self._stream, min(below, await self._oldest_part_needed(below)))
+        shards = await self._jet.shards()
+        assert len(below) == shards.count, f"want a sequence for each of {shards.count} shards, got {below}"
+        states = await self.states() if max(below) >= 2 else []
+        for shard, (state, seq) in enumerate(zip(states, below, strict=False)):
+            stream, first = shards.stream(self._jet.run, shard), shards.first(shard, seq)
+            if first < 2:  # there is nothing to remove
+                continue
+            if first > state.last_seq + 1:
+                raise ValueError(f"{stream}: want below <= {state.last_seq + 1}, got {first}")
+            needed = await self._oldest_part_needed(stream, shards.suffix(shard), first)
+            await self._jet.purge(stream, min(first, needed))
 
-    async def tail(self, *, last: int = 0, follow: bool = True) -> AsyncIterator[Received]:
+    async def tail(self, *, last: int = 0, follow: bool = True) -> AsyncGenerator[Received]:
         """Yield about the ``last`` newest messages (parts count), then, with ``follow``, every new one, for ever.
 
         Samples are decoded, not checked.
         """
-        reading = _Reading(self._jet, self._stream, None, _NO_CHECK)
-        start, filters = max(1, (await self.info()).last_seq - last + 1), [subjects.samples(self._jet.run)]
-        read = pull.follow if follow else pull.present
-        async for delivered in read(self._jet, self._stream, start, filters=filters):
+        shards, states = await self._jet.shards(), await self.states()
+        starts = [max(1, state.last_seq - -(-last // shards.count) + 1) for state in states]
+        sources = [self._tail_of(shards, shard, start, follow=follow) for shard, start in enumerate(starts)]
+        merged = as_they_arrive(sources) if follow else in_order(sources, lambda received: received.seq)
+        async with aclosing(merged) as messages:
+            async for received in messages:
+                yield received
+
+    async def _tail_of(self, shards: Shards, shard: int, start: int, *, follow: bool) -> AsyncGenerator[Received]:
+        reading = ShardReading(self._jet, shards, shard, None, NO_CHECK)
+        filters, read = (
+            [subjects.samples(self._jet.run, shard=shards.suffix(shard))],
+            pull.follow if follow else pull.present,
+        )
+        async for delivered in read(self._jet, shards.stream(self._jet.run, shard), start, filters=filters):
             yield await reading.received(delivered)
 
-    def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
+    def _filters(self, kinds: Collection[Kind] | None, suffix: str) -> list[str]:
         """Return none for all kinds: parts come, too, so that a jump in the sequences can only be a hole."""
         if kinds is None or set(kinds) == set(Kind):
             return []
-        return [subjects.samples(self._jet.run, kind) for kind in sorted(kinds)]
+        return [subjects.samples(self._jet.run, kind, shard=suffix) for kind in sorted(kinds)]
 
-    async def _store_parts(self, kind: str, message_id: str, data: bytes) -> list[int]:
-        subject = subjects.part(self._jet.run, kind, int(message_id.partition(".")[0]))
+    async def _store_parts(self, subject: str, message_id: str, data: bytes) -> list[int]:
         seqs = []
         for number, piece in enumerate(codec.cut(data, self._jet.connection.max_payload)):
-            seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: _part_id(message_id, number)}))
+            seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: part_id(message_id, number)}))
         return seqs
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
@@ -169,135 +215,25 @@ class SampleStream:
         stats.duplicates += stored.duplicate
         return stored.seq
 
-    async def _oldest_part_needed(self, below: int) -> int:
+    async def _oldest_part_needed(self, stream: str, suffix: str, below: int) -> int:
         """Return the smallest sequence of a part that a manifest from ``below`` on names; ``below`` for none."""
         oldest, seq = below, below
-        manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*"))
-        while message := await self._jet.next(self._stream, max(1, seq), manifests):
+        manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*", suffix))
+        while message := await self._jet.next(stream, max(1, seq), manifests):
             seq = message.seq + 1
-            oldest = await self._first_part(message, oldest)
+            oldest = await self._first_part(message, stream, oldest)
         return oldest
 
-    async def _first_part(self, manifest: Message, oldest: int) -> int:
+    async def _first_part(self, manifest: Message, stream: str, oldest: int) -> int:
         """Return the sequence of a readable manifest's first part, at most ``oldest``."""
         max_payload = self._jet.connection.max_payload
         try:
             seqs = codec.read_manifest(manifest.data, seq=manifest.seq, max_payload=max_payload).seqs
             if min(seqs) < oldest:
-                await _part(self._jet, manifest, seqs.index(min(seqs)), min(seqs))
+                await stored_part(self._jet, stream, manifest, seqs.index(min(seqs)), min(seqs))
         except WireError:
             return oldest
         return min(oldest, *seqs)
-
-
-_NO_CHECK = -1  # Value of ``vocab_size`` that disables the check of invariants
-
-
-class _Reading:
-    def __init__(
-        self,
-        jet: JetStream,
-        stream: str,
-        cursor: Cursor | None,
-        vocab_size: int | None,
-        checked_before: Container[int] = (),
-        routed: RoutedShape | None = None,
-    ) -> None:
-        self._jet, self._stream, self._vocab_size, self._checked_before = jet, stream, vocab_size, checked_before
-        self._routed = routed
-        self._created = None if cursor is None else cursor.created
-        self._settled = frozenset() if cursor is None else frozenset(cursor.settled)
-        self._start = 1 if cursor is None else cursor.floor + 1
-        self._parts_prefix = subjects.parts(jet.run).removesuffix(">")
-
-    async def messages(
-        self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None
-    ) -> AsyncIterator[Received]:
-        """Yield the messages in order. Raises StreamReplaced, and StreamTrimmed at a hole in the sequences."""
-        reader = pull.OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened)
-        async with reader:
-            expected = reader.position
-            async for delivered in reader:
-                if delivered.seq != expected and expected > self._start:
-                    # A filter leaves out messages of other kinds, so a jump alone is no hole.
-                    state = await self._jet.retry_for_ever(lambda: self._jet.state(self._stream))
-                    self._check_first(state, expected)
-                if delivered.seq not in self._settled and not delivered.subject.startswith(self._parts_prefix):
-                    yield await self.received(delivered)
-                if on_passed is not None:
-                    on_passed(delivered.seq)
-                expected = reader.position
-
-    async def received(self, delivered: Message) -> Received:
-        """Return a message with its sample, decoded and checked, or with the reason it cannot be used."""
-        sample: Sample | WireError
-        data = delivered.data
-        try:
-            if PARTS_HEADER in delivered.headers:
-                data = await payload_of(self._jet, delivered)
-            sample = decode_sample(data)
-            if self._vocab_size != _NO_CHECK and delivered.seq not in self._checked_before:
-                check_sample(sample, vocab_size=self._vocab_size, routed=self._routed)
-            if sample.run != self._jet.run:
-                raise WireError("run", self._jet.run, sample.run)
-        except WireError as error:
-            sample = error
-        return Received(
-            seq=delivered.seq,
-            sample=sample,
-            headers=delivered.headers,
-            pending=delivered.pending,
-            stored_s=delivered.stored_s,
-            size_bytes=len(data),
-            actor=subjects.actor_of_sample(delivered.subject),
-        )
-
-    def _opened(self, state: StreamState, position: int) -> None:
-        """Check at the start and after every re-opening that it is the same stream, with the messages needed."""
-        if self._created is None:
-            self._created = state.created
-            self._start = max(self._start, state.first_seq)
-        if state.created != self._created:
-            raise StreamReplaced(self._stream, self._created, state.created)
-        self._check_first(state, max(position, self._start))
-
-    def _check_first(self, state: StreamState, needed: int) -> None:
-        if needed < state.first_seq:
-            missing = next((seq for seq in range(needed, state.first_seq) if seq not in self._settled), None)
-            if missing is not None:
-                raise StreamTrimmed(self._stream, missing, state.first_seq)
-
-
-async def payload_of(jet: JetStream, message: Message) -> bytes:
-    """Return the bytes of a sample, joined from its parts where the message is a manifest.
-
-    Raises WireError for an impossible manifest, and at a part that is gone, too large or another sample's.
-    """
-    if PARTS_HEADER not in message.headers:
-        return message.data
-    manifest = codec.read_manifest(message.data, seq=message.seq, max_payload=jet.connection.max_payload)
-    joining = codec.Joining(manifest)
-    for number, seq in enumerate(manifest.seqs):
-        joining.add(await _part(jet, message, number, seq))
-    return joining.whole()
-
-
-async def _part(jet: JetStream, manifest: Message, number: int, seq: int) -> bytes:
-    try:
-        part = await jet.retry_for_ever(partial(jet.message, subjects.stream(jet.run, subjects.SAMPLES), seq))
-    except NotFound:
-        raise WireError("parts.seqs", "parts that are in the stream", seq) from None
-    message_id = manifest.headers.get(subjects.MESSAGE_ID, "")
-    task = subjects.natural(message_id.partition(".")[0]) or 0
-    subject = subjects.part(jet.run, subjects.kind_of_sample(manifest.subject), task)
-    if part.subject != subject or part.headers.get(subjects.MESSAGE_ID) != _part_id(message_id, number):
-        want = f"part {number} of sample {message_id[:80]} at {seq}"
-        raise WireError("parts.seqs", want, f"a message on {part.subject[:80]}")
-    return part.data
-
-
-def _part_id(message_id: str, number: int) -> str:
-    return f"{message_id}.chunk/{number}"
 
 
 def headers_of(sample: Sample) -> dict[str, str]:

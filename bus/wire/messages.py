@@ -426,3 +426,10 @@ class Cursor:
     """Creation time of the stream as reported by the server: another value means another stream."""
     floor: int
     settled: tuple[int, ...] = ()
+    floors: tuple[int, ...] = ()
+    """Floor of each shard where there are several (``tidemill.bus.wire.shards``); ``floor`` is the smallest."""
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        """Sequence of each shard up to which all are settled."""
+        return self.floors or (self.floor,)

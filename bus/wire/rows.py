@@ -4,6 +4,7 @@ Fields without a default are required, further fields are ignored. Rows that oth
 far as a process must be able to rely on them.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -119,6 +120,18 @@ class VersionRow:
     """URL of a snapshot of these weights as an adapter alone, when there is one."""
     after: Whole = -1
     """Last sequence of SAMPLES before any engine could have it, so no sample up to there is of it; -1 = not set."""
+    afters: tuple[Natural, ...] = ()
+    """That of each shard, where there are several; ``after`` is then the smallest."""
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        """Sequence of each shard up to which no sample is of it."""
+        return self.afters or (max(0, self.after),)
+
+    def stored(self) -> JsonObject:
+        """Return the row as it is stored: runs with one stream of samples have no ``afters``."""
+        fields = dataclasses.asdict(self)
+        return fields if self.afters else {name: value for name, value in fields.items() if name != "afters"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,19 +96,28 @@ def plan(run: str, kind: str) -> str:
     return f"tm.{run}.plan.{kind}"
 
 
-def sample(run: str, kind: str, version: int, actor: str) -> str:
-    """Return the subject of a sample. ``version``: the oldest of its tokens; -1 for an empty response."""
-    return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
+def sample(run: str, kind: str, version: int, actor: str, shard: str = "") -> str:
+    """Return the subject of a sample. ``version``: the oldest of its tokens; -1 for an empty response.
+
+    ``shard``: suffix of its shard (``tidemill.bus.wire.shards``), here and below; empty = SAMPLES is one stream.
+    """
+    return f"tm.{run}.sample{shard}.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
 
 
-def samples(run: str, *tokens: object) -> str:
+def samples(run: str, *tokens: object, shard: str = "") -> str:
     """Return the filter of all samples, or of those with subjects that continue with these tokens (kind, version)."""
-    return ".".join(("tm", run, "sample", *map(str, tokens), ">"))
+    return ".".join(("tm", run, f"sample{shard}", *map(str, tokens), ">"))
 
 
-def samples_of(run: str, actor: str) -> str:
+def samples_of(run: str, actor: str, shard: str = "") -> str:
     """Return the filter of all samples of an actor (a token already, or ``*``), except their manifests."""
-    return f"tm.{run}.sample.*.*.{actor}"
+    return f"tm.{run}.sample{shard}.*.*.{actor}"
+
+
+def in_shard(subject: str, shard: str) -> str:
+    """Return the subject of a sample, from its subject in a run whose SAMPLES is one stream."""
+    tokens = subject.split(".", 3)
+    return ".".join((*tokens[:2], f"sample{shard}", tokens[3]))
 
 
 def manifest(sample: str) -> str:
@@ -117,14 +126,15 @@ def manifest(sample: str) -> str:
 
 
 def sample_in(run: str, subject: str) -> str:
-    """Return the subject of a sample, or of its manifest, as the whole sample has it in another run."""
+    """Return the subject of a sample, or of its manifest, as the whole sample has it in another run (one stream)."""
     tokens = subject.split(".")
-    return ".".join((tokens[0], run, *tokens[2:6]))
+    return ".".join((tokens[0], run, "sample", *tokens[3:6]))
 
 
 def is_sample(run: str, subject: str) -> bool:
     """Return whether a subject of SAMPLES belongs to a sample or its manifest, and not to a part."""
-    return subject.startswith(samples(run).removesuffix(">"))
+    tokens = subject.split(".", 3)
+    return tokens[:2] == ["tm", run] and tokens[2:3] != [] and tokens[2].partition("-")[0] == "sample"
 
 
 def kind_of_sample(subject: str) -> str:
@@ -156,14 +166,14 @@ def acks(run: str, rollouts: Sequence[str] = ()) -> list[str]:
     return [subject for name in names for subject in (f"$JS.ACK.{tasks}.{name}.>", f"$JS.ACK.*.*.{tasks}.{name}.>")]
 
 
-def part(run: str, kind: str, task: int | str) -> str:
+def part(run: str, kind: str, task: int | str, shard: str = "") -> str:
     """Return the subject of parts of a sample too large for one message."""
-    return f"tm.{run}.part.{kind}.{task}"
+    return f"tm.{run}.part{shard}.{kind}.{task}"
 
 
-def parts(run: str) -> str:
+def parts(run: str, shard: str = "") -> str:
     """Return the filter of all parts of all samples."""
-    return f"tm.{run}.part.>"
+    return f"tm.{run}.part{shard}.>"
 
 
 def partial(run: str, task: int | str = "*", index: int | str = "*") -> str:

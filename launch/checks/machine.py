@@ -8,9 +8,7 @@ import os
 import queue
 import re
 import shutil
-import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,13 +17,14 @@ from tidemill.actors.serving.builtin.blocks import host_memory
 from tidemill.actors.serving.sglang.arguments import OLDEST, release_of, written
 from tidemill.actors.serving.sglang.registry import CURE, read_registry
 from tidemill.bus.client.addresses import parse
-from tidemill.bus.config import OLDEST_SERVER, STORE_SHARE, needed_bytes
+from tidemill.bus.config import STORE_SHARE, needed_bytes
 from tidemill.bus.system.files import lacking
 from tidemill.bus.wire.codec import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
+from tidemill.launch.checks.servers import check_servers
 from tidemill.launch.devices.activations import ITEM_BYTES
 from tidemill.launch.devices.memory_table import dtype_on, kv_budget, training_bytes
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
@@ -34,7 +33,6 @@ from tidemill.learner.checkpoints.object_store import ObjectStore, missing_packa
 from tidemill.learner.errors import StoreFailed
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING, OF_THIS_MACHINE, protocol_of
 
-ANSWER_S = 0.5  # Seconds for a server to accept the connection and send its INFO line
 MORE_FOR_BEST = 3  # Checkpoints that `eval.best` keeps: the best, that of the version under evaluation and the next
 MODEL_BYTES = 4  # Bytes on disk per parameter of a model, float32
 # Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32.
@@ -124,7 +122,9 @@ def check_bus(
         cure = "fix it, or remove it: a server is started then"
         report.error("bus", where, want=want, got=f"{config.bus.url!r}: {wrong}", cure=cure)
     elif reach:
-        _reach(report, where, config)
+        largest = check_servers(report, where, parse(config.bus.url).servers)
+        if largest:
+            _check_plan(report, config, largest, f"max_payload of {config.bus.url}")
 
 
 def _wrong_servers(url: str) -> str:
@@ -185,50 +185,6 @@ def _most_sequences(budget: Budget) -> int:
     # A sequence has a turn of its own, a sampled token, and a token of context.
     limits = [limit for limit in (budget.turns, budget.tokens, budget.total_tokens // 2) if limit]
     return min(limits, default=1)
-
-
-def _reach(report: Report, where: str, config: RunConfig) -> None:
-    """Ask all servers at once for their INFO lines, and check the first answer."""
-    servers, reasons = parse(config.bus.url).servers, []
-    with ThreadPoolExecutor(len(servers)) as asking:
-        answers = {server: asking.submit(_info, server) for server in servers}
-    for server, answer in answers.items():
-        try:
-            info = answer.result()
-        except (OSError, ValueError) as error:
-            reasons.append(f"{server}: {error}")
-            continue
-        _check_server(report, where, server, info)
-        if isinstance(largest := info.get("max_payload"), int):
-            _check_plan(report, config, largest, f"max_payload of {server}")
-        return
-    want = "a nats-server that can be reached"
-    cure = "start it, or remove bus.url: one is started then"
-    report.error("bus", where, want=want, got="; ".join(reasons), cure=cure)
-
-
-def _info(server: str) -> dict[str, object]:
-    """Return a server's INFO, its first line. Raises OSError, ValueError. Source: docs.nats.io, "NATS Protocol"."""
-    parts = urlsplit(server)
-    with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=ANSWER_S) as opened:
-        line = opened.makefile("rb").readline(1 << 16)
-    if not line.startswith(b"INFO "):
-        raise ValueError("no nats-server answers there")
-    info = json.loads(line[5:])
-    if not isinstance(info, dict):
-        raise ValueError("no nats-server answers there")
-    return info
-
-
-def _check_server(report: Report, where: str, server: str, info: dict[str, object]) -> None:
-    version, oldest = str(info.get("version", "0.0")), ".".join(map(str, OLDEST_SERVER))
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_SERVER:
-        report.error("bus", where, want=f"nats-server >= {oldest}", got=f"{version} at {server}", cure="update it")
-    elif not info.get("jetstream"):
-        want = "a nats-server with JetStream"
-        report.error("bus", where, want=want, got=f"one without at {server}", cure="start it with -js")
-    else:
-        report.good("bus", f"{server}: nats-server {version} with JetStream")
 
 
 def _writable(report: Report, setting: str, directory: Path) -> Path | None:

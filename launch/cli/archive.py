@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tidemill.bus.errors import StreamTrimmed, WireError
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.readers import LEAVE, WAIT, Cursors, History, Reader, StoredSample
+from tidemill.bus.streams.readers import LEAVE, WAIT, Cursors, History, Reader, StoredSample, refuse_many_shards
 from tidemill.bus.system.coroutines import ended
 from tidemill.bus.wire.rows import ReaderRow
 from tidemill.launch.cli.arguments import add_run
@@ -59,6 +59,7 @@ async def archive(url: str, run: str, args: argparse.Namespace, draining: asynci
     """Archive until drained; with ``args.until_end``, the samples present at the start. Raises BusError, ValueError."""
     positive("--rotate", args.rotate)
     async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
+        await refuse_many_shards(bus, "tidemill archive")
         state = await bus.samples.info()
         origin = Origin(run=run, created=state.created)
         recordings = ArchiveDirectory(Path(args.out), origin, rotate_bytes=int(args.rotate * 1e6))

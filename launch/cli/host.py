@@ -15,6 +15,7 @@ from tidemill.actors.engines.membership import CONFIG_KEY, connected, host_name
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening, add_probes, add_run, add_until_end
 from tidemill.launch.cli.find_run import change, read_until_drained
 from tidemill.launch.cli.inputs import (
@@ -28,7 +29,7 @@ from tidemill.launch.cli.inputs import (
 )
 from tidemill.launch.run import desired, process
 from tidemill.launch.run.access import OPERATOR, address_line, allowed
-from tidemill.launch.run.desired import ROLES, LiveHost
+from tidemill.launch.run.desired import ROLES, DesiredRoles, LiveHost
 from tidemill.launch.run.directory import HostExists, only_one
 from tidemill.launch.run.host import ROLE, HostLearner, Machine, run_host, users_in
 from tidemill.launch.run.learner_process import node_place
@@ -162,6 +163,13 @@ async def _asks_scorers(bus: Bus) -> bool:
     return value is True
 
 
+def _kept_numbers(row: LiveRow, rows: DesiredRoles) -> dict[str, int] | None:
+    """Return the numbers that a host keeps itself, as a user that may not write them; None where rows name them."""
+    if desired.ALL in rows.rows or desired.pool_key(row.pool) in rows.rows:
+        return None
+    return {role: int(row.load.get(f"{role}s_wanted", 0)) for role in ROLES}
+
+
 async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
     """Set the numbers ``args.counts`` in the row of a host, a pool or all; print every live host's share; return 0."""
     counts, host, pool = args.counts, args.host, args.pool
@@ -176,7 +184,7 @@ async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
     rows, live = await desired.read(bus), await LiveView(bus).alive(ROLE)
     hosts = [LiveHost(row.id, row.pool) for row in live]
     for place, row in zip(hosts, live, strict=True):
-        shares = rows.of(place, hosts)
+        shares = rows.of(place, hosts, own=_kept_numbers(row, rows))
         numbers = ", ".join(f"{role}s {row.load.get(f'{role}s', 0):g} of {shares[role]}" for role in ROLES)
         belongs = f" (pool {place.pool})" if place.pool else ""
         console.print(f"host {place.name}{belongs}: {numbers}{row.waits_for and f'; {row.waits_for}'}", markup=False)

@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, str] = {
     "reward-server": "host a reward over HTTP, for `actor.reward: remote` and other clients",
     "teacher": "serve a model that scores samples, for on-policy distillation; needs no bus",
     "host": "run the engines, scorers and actors of this machine, in the numbers set by `tidemill scale`",
+    "ray": "run everything inside an existing Ray cluster, each process in a Ray actor (docs/ray.md)",
     "slurm": "sbatch files of a run on a Slurm cluster, written and submitted (docs/slurm.md)",
     "scale": "set the numbers of engines, scorers and actors; without numbers: show the desired and the running ones",
     "dead": "tasks that could not be processed: list them, issue their prompts again, or drop them",

@@ -19,7 +19,7 @@ from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect, current_epoch
 from tidemill.bus.streams.readers import StoredSample
-from tidemill.bus.streams.samples import PARTS_HEADER
+from tidemill.bus.streams.shard_reading import PARTS_HEADER
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Plan, Sample
@@ -272,7 +272,7 @@ async def _rewound(source: Path, target: Path, config: RunConfig, *, unchanged: 
 
 async def _set_back(bus: Bus, source: Path, target: Path) -> int:
     """Select the start: no checkpoint if nothing was trimmed, else the oldest valid one. Returns its step or 0."""
-    if (await bus.samples.info()).first_seq <= 1:
+    if all(state.first_seq <= 1 for state in await bus.samples.states()):
         await bus.rows("run").delete(CHECKPOINT_KEY)
         return 0
     kept = [checkpoint.path for checkpoint in reversed(disk.listed(source / CHECKPOINTS))]

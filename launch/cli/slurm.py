@@ -127,8 +127,7 @@ def refuse_running(out: Path) -> None:
     with contextlib.suppress(ValueError):  # all of them are forgotten by now, or there is no Slurm here
         running = _answer("squeue", "--noheader", "--format=%A", f"--jobs={','.join(ids)}") if ids else ""
     if running:
-        names = " ".join(sorted(set(running.split())))
-        raise ValueError(f"{out}: jobs of this run wait or run; cure: scancel {names}, or --out DIR and another run")
+        raise ValueError(f"{out}: jobs of this run wait or run; cure: scancel {' '.join(ids)}")
 
 
 def submit(out: Path, scripts: Sequence[str]) -> None:

@@ -69,6 +69,12 @@ def changed_settings(config: RunConfig, jobs: Jobs) -> list[str]:
         raise ValueError("bus.url, bus.cluster, bus.server_name: want none, as the head job has the bus")
     if config.learner.nodes == 0:
         raise ValueError("learner.nodes: want a number, got 0 (auto); cure: --nodes N")
+    if config.learner.colocated:
+        raise ValueError("learner.colocated: want false on Slurm, where engines have jobs of their own, got true")
+    for name, teacher in config.actor.teachers.items():
+        if not teacher.servers:
+            cure = "start `tidemill teacher` in a job of yours"
+            raise ValueError(f"actor.teachers.{name}.urls: want the servers of the teacher, got none; cure: {cure}")
     settings = []
     if config.bus.port < 0:
         key = f"{getpass.getuser()} {config.run} {config.root.absolute()}"

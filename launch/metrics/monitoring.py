@@ -27,7 +27,7 @@ _OF_THE_RUN: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "bus_full": ("tidemill_bus_full == 1", "1m", "the bus stores nothing: its disk is full", "free space on its disk"),
     "samples_full": (
-        'tidemill_bus_stream_bytes{stream="SAMPLES"} / (tidemill_bus_stream_bytes_limit{stream="SAMPLES"} > 0) > 0.85',
+        'tidemill_bus_stream_bytes / (tidemill_bus_stream_bytes_limit{stream=~"SAMPLES.*"} > 0) > 0.85',
         "1m",
         "SAMPLES is nearly full: history is given up, then publishers wait",
         "checkpoint more often, or raise bus.samples_max_bytes",

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -262,18 +262,20 @@ async def read_rows(bus: Bus, state: RunState) -> None:
 async def _read_streams(bus: Bus, state: RunState) -> None:
     state.settings = RunSettings((await bus.rows("run").read("config"))[0])
     state.has_end = (await bus.rows("run").read(subjects.END_KEY))[1] > 0
-    for name in _short_names(bus):
+    shards = (await bus.jet.shards()).count
+    for name in _names_of_streams(bus, shards):
         try:
             stored = await bus.jet.state(name)
         except NotFound:
             continue
         bounds = {"SAMPLES": "samples_max_bytes", "TURNS": "turns_max_bytes", "TRAINED": "trained_max_bytes"}
         short = name.removeprefix(subjects.stream(bus.run, ""))
-        state.streams[short] = (stored, state.settings.get(f"bus.{bounds.get(short, '')}", int, 0))
+        bound = state.settings.get(f"bus.{bounds.get(short.partition('-')[0], '')}", int, 0)
+        state.streams[short] = (stored, bound // shards if "-" in short else bound)
     state.store = await bus.jet.store_use()
     state.backlog = await bus.tasks.backlog()
 
 
-def _short_names(bus: Bus) -> Iterable[str]:
-    prefix = subjects.stream(bus.run, "")
-    return (name for config in stream_configs(bus.run, bus.config) if (name := config["name"]).startswith(prefix))
+def _names_of_streams(bus: Bus, shards: int) -> Iterable[str]:
+    prefix, settings = subjects.stream(bus.run, ""), replace(bus.config, sample_shards=shards)
+    return (name for config in stream_configs(bus.run, settings) if (name := config["name"]).startswith(prefix))

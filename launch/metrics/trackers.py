@@ -79,7 +79,8 @@ class Trackio:
         except ModuleNotFoundError as error:
             raise ValueError(f"{error}; install it: pip install trackio") from None
         self._trackio: Any = trackio
-        self._project, self._run = project, None
+        self._project = project
+        self._run: Any = None
 
     def __call__(self, record: StepMetrics) -> None:
         if self._run is None:

@@ -35,6 +35,7 @@ from tidemill.launch.page.ledger import RunLedger
 from tidemill.launch.page.texts import made_safe, safe
 from tidemill.launch.run import audit as accounting
 from tidemill.launch.run import desired
+from tidemill.launch.run.checkpoint_cursor import read_cursor
 from tidemill.launch.run.desired import DesiredRoles
 from tidemill.launch.run.pace import Pace, RunTime
 from tidemill.launch.run.settings_of_run import RunSettings
@@ -273,7 +274,7 @@ class RunReader:
         try:
             cursor = None
             if self._checkpoints is not None and self._checkpoints.is_dir():
-                cursor = await asyncio.to_thread(accounting.read_cursor, self._checkpoints)
+                cursor = await asyncio.to_thread(read_cursor, self._checkpoints)
             last_seq = self.last_seq
             result, _ = await accounting.audit(self.bus, cursor)
         except Exception as error:  # of a checkpoint of another release, or the bus: the page goes on without it

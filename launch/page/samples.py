@@ -248,7 +248,7 @@ class SampleAnswers:
         for task, issued in zip(tasks, await asyncio.gather(*map(fetch, tasks)), strict=True):
             if issued is None:
                 continue
-            text = issued.prompt if isinstance(issued.prompt, str) else str(issued.prompt)
+            text = prompt_text(issued)
             count, _, best = groups[task]
             row = {"task": task, "tasks": [], "count": 0, "reward": best, "prompt": cut(text, size=LONG)[0]}
             known = by_prompt.setdefault(text, row)

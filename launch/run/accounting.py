@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Cursor
 from tidemill.bus.wire.rows import VersionRow, row_of
 from tidemill.bus.wire.subjects import BEST_KEY
 from tidemill.launch.run import summary
-from tidemill.launch.run.audit import CheckpointCursor, Progress, RunAccounting, audit, read_cursor
+from tidemill.launch.run.audit import Progress, RunAccounting, audit
+from tidemill.launch.run.checkpoint_cursor import CheckpointCursor, read_cursor
 from tidemill.launch.run.feeder_process import model_shape
 from tidemill.launch.settings.config_loader import SettingsError
 from tidemill.launch.settings.run_config import RunConfig
@@ -89,7 +90,7 @@ async def read_accounts(
         bus,
         cursor,
         versions=None if goes_on else {row.version: row.step for row in versions},
-        after={row.version: row.after for row in versions},
+        after={row.version: row.position for row in versions},
         vocab_size=vocab_size,
         progress=progress,
     )
@@ -107,19 +108,19 @@ async def read_accounts(
 
 async def _cursor(bus: Bus, config: RunConfig, checkpoints: Path | None) -> tuple[CheckpointCursor | None, list[str]]:
     """Return the newest checkpoint's cursor, None where the run has none, and the checks that lack it."""
-    state = await bus.samples.info()
+    first = await bus.samples.cursor()
     if checkpoints is not None:
         stored = bool(config.learner.checkpoint.url)
         cursor = await asyncio.to_thread(partial(read_cursor, checkpoints, stored=stored))
-        if cursor is not None and cursor.created != state.created:
-            want = f"checkpoints of run {bus.run} on this bus (samples since {state.created})"
+        if cursor is not None and cursor.created != first.created:
+            want = f"checkpoints of run {bus.run} on this bus (samples since {first.created})"
             raise ValueError(f"checkpoints: want {want}, got those of another (since {cursor.created}): {checkpoints}")
         return cursor, []
     if (await bus.rows("run").read(CHECKPOINT_KEY))[0] is None:
         return None, []
-    return _trimmed_alone(state), [NO_CHECKPOINT]
+    return _trimmed_alone(first), [NO_CHECKPOINT]
 
 
-def _trimmed_alone(state: StreamState) -> CheckpointCursor:
+def _trimmed_alone(first: Cursor) -> CheckpointCursor:
     """Return a cursor that is past the trimmed samples and no more: only samples behind a checkpoint are trimmed."""
-    return CheckpointCursor(max(0, state.first_seq - 1), frozenset())
+    return CheckpointCursor(first.floor, frozenset(), floors=first.floors)

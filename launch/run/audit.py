@@ -9,14 +9,15 @@ and the cursor alone.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
+from tidemill.bus.wire.shards import Position, Shards, is_behind
+from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of
 
@@ -88,22 +89,6 @@ class RunAccounting:
             self.problems.append(text)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointCursor:
-    """The sequences that the last checkpoint's cursor has as settled."""
-
-    floor: int
-    settled: frozenset[int]
-    step: int = 0  # Step of the checkpoint: samples of plans up to it must be settled
-    # Invalid samples that the learner had counted by then; likewise `invalid_by_actor`.
-    invalid_by_field: Mapping[str, int] = field(default_factory=dict)
-    invalid_by_actor: Mapping[str, int] = field(default_factory=dict)
-    created: str = ""  # Time of creation of the stream SAMPLES that the sequences are of
-
-    def __contains__(self, seq: int) -> bool:
-        return seq <= self.floor or seq in self.settled
-
-
 Progress = Callable[[int, int], None]  # Callback with (messages of SAMPLES read, their total number)
 
 
@@ -112,14 +97,14 @@ async def audit(
     cursor: CheckpointCursor | None = None,
     *,
     versions: Mapping[int, int] | None = None,
-    after: Mapping[int, int] | None = None,
+    after: Mapping[int, Position] | None = None,
     vocab_size: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[RunAccounting, list[Done]]:
     """Read the streams; return the accounting, and the outcomes of the steps in the order of their records.
 
     ``cursor`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared;
-    ``after``: version -> sequence that its samples come after (0 if it is missing).
+    ``after``: version -> position that its samples come after (0 if it is missing).
     """
     reading = _Audit(cursor, versions, after or {}, vocab_size)
     async for _, record in bus.plans.scan():
@@ -141,7 +126,7 @@ class _Audit:
         self,
         cursor: CheckpointCursor | None,
         versions: Mapping[int, int] | None,
-        after: Mapping[int, int],
+        after: Mapping[int, Position],
         vocab_size: int | None,
     ) -> None:
         self._cursor, self._versions, self._after, self._vocab_size = cursor, versions, after, vocab_size
@@ -212,12 +197,18 @@ class _Audit:
 
     async def samples(self, bus: Bus, progress: Progress) -> None:
         """Count every sequence of SAMPLES, after all tasks."""
-        state = await bus.samples.info()
-        self._trimmed(max(0, state.first_seq - 1))
-        if state.messages and (gone := state.last_seq - state.first_seq + 1 - state.messages):
-            self._lost(f"{gone} sequences are gone from the middle of the stream", gone)
+        states, read = await bus.samples.states(), 0
+        shards = Shards(len(states))
+        self._trimmed(
+            [shards.seq(shard, local) for shard, state in enumerate(states) for local in range(1, state.first_seq)]
+        )
+        for state in states:
+            if state.messages and (gone := state.last_seq - state.first_seq + 1 - state.messages):
+                self._lost(f"{gone} sequences are gone from the middle of the stream", gone)
+        total = sum(state.last_seq - state.first_seq + 1 for state in states)
         async for received in bus.samples.tail(last=EVERYTHING, follow=False):
-            progress(received.seq - state.first_seq + 1, state.last_seq - state.first_seq + 1)
+            read += 1
+            progress(min(read, total), total)
             if isinstance(received.sample, WireError):
                 self.accounting.published += 1
                 self._refuse(received.seq, field_of(received.sample), received.actor)
@@ -226,11 +217,11 @@ class _Audit:
             else:
                 self._sample(received.seq, received.sample, received.actor)
 
-    def _trimmed(self, last: int) -> None:
-        """Count the trimmed sequences 1 .. ``last``: PLAN must name them, or the cursor be past them."""
-        self.accounting.trimmed = last
+    def _trimmed(self, seqs: Sequence[int]) -> None:
+        """Count the trimmed sequences: PLAN must name them, or the cursor be past them."""
+        self.accounting.trimmed = len(seqs)
         unclaimed = 0
-        for seq in range(1, last + 1):
+        for seq in seqs:
             if seq in self._step_of_seq:
                 self.accounting.published += 1
                 self.accounting.trained_here += 1
@@ -299,7 +290,7 @@ class _Audit:
         if self._versions is None:
             return False
         names = {span.version for span in sample.spans}
-        return any(name not in self._versions or seq <= self._after.get(name, 0) for name in names)
+        return any(name not in self._versions or is_behind(seq, self._after.get(name, (0,))) for name in names)
 
     def _count_trained(self, seq: int, sample: Sample, plan: Plan) -> None:
         accounting = self.accounting
@@ -377,27 +368,6 @@ def _largest_lag(plan: Plan) -> int:
     """Return the largest lag of the tokens a plan may train: an upper bound, for samples that are trimmed."""
     oldest = min(plan.version_steps.values(), default=plan.step - 1)
     return plan.step - 1 - (oldest if plan.oldest_step is None else max(oldest, plan.oldest_step))
-
-
-def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor | None:
-    """Return the cursor in the newest valid checkpoint; None without one. ``stored``: a store has the files."""
-    from tidemill.learner.buffer.ledger import read_state
-    from tidemill.learner.checkpoints import disk
-
-    paths = (checkpoint.path for checkpoint in disk.listed(checkpoints))
-    path, _ = disk.latest_valid(paths, partly=True, stored=stored)
-    if path is None:
-        return None
-    state = read_state(disk.read_state(path))
-    counts = state["tally"]
-    return CheckpointCursor(
-        int(state["samples"]["floor"]),
-        frozenset(state["samples"]["settled"]),
-        int(state["step"]),
-        counts["invalid"],
-        counts.get("invalid_of", {}),  # missing in snapshots from before actors were counted
-        state["samples"]["created"],
-    )
 
 
 def mean(values: list[float]) -> float:

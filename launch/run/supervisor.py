@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tidemill.bus import exit_codes
 from tidemill.bus.system.coroutines import ended
-from tidemill.bus.system.processes import Child
 from tidemill.launch.run.process import launched
 
 log = logging.getLogger(__name__)
@@ -55,15 +55,59 @@ class GaveUp(RuntimeError):
         return f"{end}{': ' + self.reason if self.reason else ''}; its last lines:\n{self.last_lines}"
 
 
+class Supervised(Protocol):
+    """A process that can be started again when it has ended: a ``Child``, or one on another machine."""
+
+    name: str
+    log_file: Path | None
+
+    @property
+    def pid(self) -> int:
+        """Process id, once it has been started."""
+        ...
+
+    @property
+    def running(self) -> bool: ...
+
+    async def start(self) -> None:
+        """Start it. Raises OSError."""
+        ...
+
+    async def wait(self) -> int:
+        """Return its exit code when it has ended."""
+        ...
+
+    async def end(self, within_s: float) -> int | None:
+        """Drain it, and kill it after ``within_s``; return the exit code, None if it never ran."""
+        ...
+
+    def last_lines(self) -> str: ...
+
+    def reason(self) -> str:
+        """Return the message of the error that ended it; empty when it is not known."""
+        ...
+
+
+Launch = Callable[[str, Sequence[str], Path, Mapping[str, str] | None], Supervised]
+"""Returns the process that runs ``tidemill ARGUMENTS`` with a log file and further variables."""
+
+
 class Supervisor:
-    """The processes of a run on this machine."""
+    """The processes of a run on this machine, or on those where ``launch`` starts them."""
 
     def __init__(
-        self, logs: Path, *, restarts: int, window_s: float, on_event: Callable[[str], None] = log.warning
+        self,
+        logs: Path,
+        *,
+        restarts: int,
+        window_s: float,
+        on_event: Callable[[str], None] = log.warning,
+        launch: Launch = launched,
     ) -> None:
         """``on_event`` is called with a text at every restart."""
         self._logs, self._restarts, self._window_s, self._on_event = logs, restarts, window_s, on_event
-        self._children: dict[str, Child] = {}
+        self._launch = launch
+        self._children: dict[str, Supervised] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self.restarted: dict[str, int] = {}  # Number of restarts of each process
 
@@ -81,11 +125,11 @@ class Supervisor:
         The returned task raises GaveUp.
         """
         assert name not in self._keepers, f"{name} is kept already"
-        self._children[name] = launched(name, arguments, self._logs / f"{name}.log", environment)
+        self._children[name] = self._launch(name, arguments, self._logs / f"{name}.log", environment)
         self._keepers[name] = asyncio.create_task(self._keep(self._children[name], finishes), name=f"keep {name}")
         return self._keepers[name]
 
-    async def _keep(self, child: Child, finishes: bool) -> None:
+    async def _keep(self, child: Supervised, finishes: bool) -> None:
         bad_ends: deque[float] = deque()
         while True:
             code, reason = await _run(child)
@@ -146,7 +190,7 @@ class Supervisor:
         return {name: child.pid for name, child in self._children.items() if child.running}
 
 
-async def _run(child: Child) -> tuple[int, str]:
+async def _run(child: Supervised) -> tuple[int, str]:
     """Run a child to its end. Returns its exit code, and the message of the error that ended it."""
     try:
         await child.start()

@@ -10,7 +10,7 @@ from typing import Any, Self
 from tidemill.bus.client.jetstream import Message
 from tidemill.bus.streams.samples import header_fields, headers_of
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.messages import Sample
+from tidemill.bus.wire.messages import Sample, Task
 
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
 _COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")
@@ -157,7 +157,7 @@ class Filter:
         return self.text is None or any(self.text.search(text) for text in (prompt_text(sample), sample.response))
 
 
-def prompt_text(sample: Sample) -> str:
+def prompt_text(sample: Sample | Task) -> str:
     """Return the prompt as one text, chat messages with their roles."""
     if isinstance(sample.prompt, str):
         return sample.prompt

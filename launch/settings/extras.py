@@ -15,6 +15,7 @@ EXTRAS = {
     "metrics": ("tensorboardX",),
     "plots": ("matplotlib",),
     "gguf": ("gguf",),
+    "ray": ("ray",),
     "hub": ("huggingface_hub", "httpx2"),
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),
     "learner": (

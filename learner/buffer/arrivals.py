@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.messages import Kind, Sample, Status, Task
+from tidemill.bus.wire.shards import Position, is_behind
 from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, mismatch
-from tidemill.learner.buffer.ledger import SampleAccounting, SettledIds, count_of, field_of
+from tidemill.learner.buffer.ledger import SampleAccounting, SettledIds, SettledSamples, count_of, field_of
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 
@@ -101,21 +102,21 @@ class EvalTasks:
 
 
 class KnownVersions:
-    """Steps of the known versions, and the place in SAMPLES at which the row of each was written."""
+    """Steps of the known versions, and the position in SAMPLES at which the row of each was written."""
 
     def __init__(self) -> None:
         self.steps: dict[int, int] = {}
         """Step of every known version."""
-        self._after: dict[int, int] = {}
-        """Sequence by version, once its row was read: no sample up to it can be of that version."""
+        self._after: dict[int, Position] = {}
+        """Position by version, once its row was read: no sample up to it can be of that version."""
 
     def note(self, version: int, step: int) -> None:
         """Register the step of a version. Raises ReplayMismatch if it is known with another one."""
         if self.steps.setdefault(version, step) != step:
             raise ReplayMismatch(f"version {version}", f"weights of step {self.steps[version]}", f"step {step}")
 
-    def read_row(self, version: int, step: int, after: int) -> None:
-        """Register the row of a version, as ``note`` does; no sample up to sequence ``after`` was made by it."""
+    def read_row(self, version: int, step: int, after: Position) -> None:
+        """Register the row of a version, as ``note`` does; no sample up to position ``after`` was made by it."""
         self.note(version, step)
         self._after[version] = after
 
@@ -125,17 +126,18 @@ class KnownVersions:
 
     def made(self, sample: Sample, seq: int) -> bool:
         """Return whether its versions can have made a sample at ``seq``: all are known, and none is newer than it."""
-        return all(span.version in self.steps and seq > self._after.get(span.version, 0) for span in sample.spans)
+        versions = [span.version for span in sample.spans]
+        return all(name in self.steps and not is_behind(seq, self._after.get(name, (0,))) for name in versions)
 
 
 class Arrivals:
     """All tasks and samples that were read: open groups, settled ids, versions and counts."""
 
-    def __init__(self, rules: DataRules, *, floor: int = 0) -> None:
+    def __init__(self, rules: DataRules, *, floors: Position = (0,)) -> None:
         self._rules = rules
         self.groups: dict[int, SampleGroup] = {}
         """Open training tasks by id."""
-        self.samples, self.tasks = SettledIds(floor), SettledIds()
+        self.samples, self.tasks = SettledSamples(floors), SettledIds()
         """Ids of SAMPLES and of TASKS."""
         self.versions, self.evals, self.counts = KnownVersions(), EvalTasks(), SampleAccounting()
         self._early: dict[int, list[EarlySample]] = {}

@@ -15,11 +15,12 @@ import msgpack
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Task
-from tidemill.learner.buffer import plans
+from tidemill.bus.wire.shards import Position
+from tidemill.learner.buffer import ledger, plans
 from tidemill.learner.buffer.admission import Admission, Requeues, TaskDemand
 from tidemill.learner.buffer.arrivals import Arrival, Arrivals
 from tidemill.learner.buffer.groups import SampleGroup, Verdict
-from tidemill.learner.buffer.ledger import ROWS, SCHEMA, SampleAccounting, SettledIds, read_state
+from tidemill.learner.buffer.ledger import ROWS, SCHEMA, SampleAccounting, SettledIds, SettledSamples, read_state
 from tidemill.learner.buffer.plans import GENESIS, Waits, chain_of, is_filtered
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.errors import ReplayMismatch
@@ -31,8 +32,8 @@ REISSUED = frozenset({"stale", "lost"})
 class DataSource:
     """State of tasks, groups and samples. Methods raise ReplayMismatch where records and samples contradict."""
 
-    def __init__(self, rules: DataRules, *, epoch: int = 0, created: str = "", floor: int = 0) -> None:
-        """``created`` identifies the stream SAMPLES; reading begins after sequence ``floor``."""
+    def __init__(self, rules: DataRules, *, epoch: int = 0, created: str = "", floors: Position = (0,)) -> None:
+        """``created`` identifies the stream SAMPLES; reading begins after these sequences, one for each shard."""
         self.rules, self.epoch = rules, epoch
         self.step = 0
         """Last planned step."""
@@ -47,7 +48,7 @@ class DataSource:
         """Groups that filters have dropped for the next step."""
         self._created = created
         self._admission, self._requeues = Admission(rules), Requeues()
-        self._arrivals = Arrivals(rules, floor=floor)
+        self._arrivals = Arrivals(rules, floors=floors)
         self._groups = self._arrivals.groups
         self._steps = self._arrivals.versions.steps
         self._waiting_since: float | None = None
@@ -151,8 +152,8 @@ class DataSource:
 
     # ---- versions
 
-    def version(self, version: int, step: int, after: int = 0) -> None:
-        """Register the row of a version: the step of its weights; it made no sample up to sequence ``after``."""
+    def version(self, version: int, step: int, after: Position = (0,)) -> None:
+        """Register the row of a version: the step of its weights; it made no sample up to position ``after``."""
         self._arrivals.versions.read_row(version, step, after)
 
     def published(self, version: int, step: int) -> None:
@@ -332,8 +333,7 @@ class DataSource:
 
     def cursor(self) -> Cursor:
         """Return the position in SAMPLES at which a restart from this state continues reading."""
-        samples = self._arrivals.samples
-        return Cursor(created=self._created, floor=samples.floor, settled=samples.settled)
+        return self._arrivals.samples.cursor(self._created)
 
     @property
     def task_floor(self) -> int:
@@ -359,7 +359,7 @@ class DataSource:
                 "step": self.step,
                 "chain": self.chain,
                 "plan_seq": self.plan_seq,
-                "samples": {"created": cursor.created, "floor": cursor.floor, "settled": list(cursor.settled)},
+                "samples": ledger.dump_cursor(cursor),
                 "tasks": {"floor": arrivals.tasks.floor, "settled": list(arrivals.tasks.settled)},
                 "admission": self._admission.dump(),
                 # "buried" and "tally" are the names of schema 1 for attributes that have been renamed since.
@@ -382,9 +382,10 @@ class DataSource:
         state = read_state(data)
         # Files of prompts are compared by their planned rows, where the snapshot has them.
         rules.refuse_other_identity(state["identity"], but="prompts_digest" if ROWS in state else "")
-        source = cls(rules, epoch=epoch, created=state["samples"]["created"])
+        cursor = ledger.cursor_of(state)
+        source = cls(rules, epoch=epoch, created=cursor.created)
         source.step, source.chain, source.plan_seq = state["step"], state["chain"], state["plan_seq"]
-        source._arrivals.samples = SettledIds(state["samples"]["floor"], state["samples"]["settled"])
+        source._arrivals.samples = SettledSamples(cursor.position, cursor.settled)
         source._arrivals.tasks = SettledIds(state["tasks"]["floor"], state["tasks"]["settled"])
         source._admission.load(state["admission"])
         source._requeues.load(state.get("buried", ()))  # missing in snapshots from before requeues

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -27,10 +28,8 @@ class BufferedSample:
     @staticmethod
     def of(seq: int, sample: Sample) -> "BufferedSample":
         """Return the sample that SAMPLES has at ``seq``."""
-        # Cumulative sums: the trainable tokens of a span are the difference between its two ends.
-        ends = np.cumsum([0, *(span.num_tokens for span in sample.spans)])
-        trainable = np.concatenate([[0], np.cumsum(sample.loss_mask, dtype=np.int64)])
-        counts = trainable[ends[1:]] - trainable[ends[:-1]]
+        ends = list(accumulate((span.num_tokens for span in sample.spans), initial=0))
+        counts = [np.count_nonzero(sample.loss_mask[begin:end]) for begin, end in pairwise(ends)]
         return BufferedSample(
             seq=seq,
             index=sample.index,

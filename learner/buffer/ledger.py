@@ -10,7 +10,8 @@ import msgpack
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Plan
+from tidemill.bus.wire.messages import Cursor, Plan
+from tidemill.bus.wire.shards import Position, Shards
 from tidemill.learner.buffer.groups import SampleGroup
 from tidemill.learner.errors import ReplayMismatch
 
@@ -74,6 +75,41 @@ class SettledIds:
         """Settled ids above the floor."""
         seen = (number for number in range(self.floor + 1, self.seen_to + 1) if number not in self._open)
         return (*seen, *sorted(number for number in self._earlier if number > self.seen_to))
+
+
+class SettledSamples:
+    """Settled sequences of SAMPLES, of each shard by itself, because messages of a shard alone come in order."""
+
+    def __init__(self, floors: Position, settled: Iterable[int] = ()) -> None:
+        self._shards = Shards(len(floors))
+        places = [self._shards.place(seq) for seq in settled]
+        self._ids = [
+            SettledIds(self._shards.place(floor)[1], [local for of, local in places if of == shard])
+            for shard, floor in enumerate(floors)
+        ]
+
+    def see(self, seq: int) -> bool:
+        """Open a message, as ``SettledIds.see``; call it in the order of its shard."""
+        shard, local = self._shards.place(seq)
+        return self._ids[shard].see(local)
+
+    def settle(self, seq: int) -> None:
+        """Settle an open message. Raises KeyError for another one."""
+        shard, local = self._shards.place(seq)
+        self._ids[shard].settle(local)
+
+    def knows(self, seq: int) -> bool:
+        """Return whether a message has been seen, now or before a restart."""
+        shard, local = self._shards.place(seq)
+        return self._ids[shard].knows(local)
+
+    def cursor(self, created: str) -> Cursor:
+        """Return the position at which a restart continues reading. ``created`` identifies SAMPLES."""
+        shards, each = self._shards, list(enumerate(self._ids))
+        floors = tuple(shards.seq(shard, ids.floor) for shard, ids in each)
+        settled = tuple(shards.seq(shard, local) for shard, ids in each for local in ids.settled)
+        several = floors if shards.count > 1 else ()
+        return Cursor(created=created, floor=min(floors), settled=settled, floors=several)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,3 +210,16 @@ def read_state(data: bytes) -> JsonObject:
     if state.get("schema") != SCHEMA:
         raise ReplayMismatch("state of the data", f"schema {SCHEMA}", state.get("schema"))
     return state
+
+
+def cursor_of(state: JsonObject) -> Cursor:
+    """Return the cursor in SAMPLES of a snapshot's map."""
+    fields = state["samples"]
+    floors = tuple(fields.get("floors", ()))
+    return Cursor(created=fields["created"], floor=fields["floor"], settled=tuple(fields["settled"]), floors=floors)
+
+
+def dump_cursor(cursor: Cursor) -> JsonObject:
+    """Return a cursor for a snapshot's map, as ``cursor_of`` reads it."""
+    fields: JsonObject = {"created": cursor.created, "floor": cursor.floor, "settled": list(cursor.settled)}
+    return fields | ({"floors": list(cursor.floors)} if cursor.floors else {})

@@ -14,7 +14,7 @@ from functools import partial
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.samples import Received
+from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import REFUSED_KEY, refused
 from tidemill.learner.buffer.ledger import count_of

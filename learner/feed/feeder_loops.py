@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.reader_processes import readers_of
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan, Requeue, Sample, Settle
@@ -101,7 +102,7 @@ class Feeder:
             copies=row.copies,
             best=self._best,
         )
-        ranks = settings.learner.data_parallel
+        ranks, places = settings.learner.data_parallel, settings.places
         self._trained = TrainedRecords(bus, epoch=self._epoch, data_parallel=ranks, on=settings.records_values)
         self._filtering = Filtering(filters, self._source, may_plan=self._may_plan, decide=self._decide.wake)
         self._intake = Intake(
@@ -113,6 +114,7 @@ class Feeder:
             senders=restored.senders,
             lost=self._lost,
             wake=self._wake,
+            readers=readers_of(places.bus_url, places.run, places.bus),
         )
 
     async def start_ranks(self) -> None:

@@ -10,15 +10,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.dead import REQUEUE
+from tidemill.bus.streams.reader_processes import ShardReaders
+from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Dead, Plan, Requeue, Sample
 from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.shards import Position
 from tidemill.learner.buffer.arrivals import Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.senders import Senders, describe_invalid
@@ -43,15 +47,19 @@ class LostTasks:
         self._bus, self._source, self._on_lost = bus, source, on_lost
         self._acked: set[int] = set()
         self._acks, self._read_on = Waiter(), Waiter()
-        self._read_to = source.cursor().floor
-        self._wanted = 0
+        self._read_to = list(source.cursor().position)
+        self._wanted: Position = ()
         self._looked_s = float("-inf")
 
     def passed(self, seq: int) -> None:
         """Register that the reader of SAMPLES has passed a sequence."""
-        self._read_to = seq
-        if seq >= self._wanted:
+        self._read_to[seq % len(self._read_to)] = seq
+        if self._wanted and not self._is_ahead():
             self._read_on.wake()
+
+    def _is_ahead(self) -> bool:
+        """Return whether the reader has not passed some shard's end."""
+        return any(read < end for read, end in zip(self._read_to, self._wanted, strict=True))
 
     async def run(self) -> None:
         """Find lost tasks until cancelled. Start it when all recorded steps are replayed."""
@@ -86,8 +94,8 @@ class LostTasks:
 
     async def _read_everything(self) -> None:
         """Wait until the reader has passed the current end of SAMPLES, and so all that was stored before these acks."""
-        self._wanted = (await self._bus.retry(self._bus.samples.info)).last_seq
-        while self._read_to < self._wanted:
+        self._wanted = await self._bus.retry(self._bus.samples.ends)
+        while self._is_ahead():
             await self._read_on.wait(LOOK_EVERY_S)
 
     async def _check(self, task_id: int) -> None:
@@ -158,8 +166,12 @@ class Intake:
         senders: Senders,
         lost: LostTasks,
         wake: Callable[[], None],
+        readers: ShardReaders | None = None,
     ) -> None:
-        """``recorded``: the records that are to be repeated; the feeder removes each when it has been."""
+        """``recorded``: the records that are to be repeated; the feeder removes each when it has been. ``readers``:
+        processes that read SAMPLES; None = this process does.
+        """
+        self._readers = readers or bus.samples
         self._bus, self._source, self._prompts, self._recorded = bus, source, prompts, recorded
         self._evaluations, self._senders, self._lost, self._wake = evaluations, senders, lost, wake
         plans = [record for _, record in recorded if isinstance(record, Plan)]
@@ -172,28 +184,33 @@ class Intake:
     async def read(self, vocab_size: int | None, routed: RoutedShape | None = None) -> None:
         """Background loop: read SAMPLES. ``vocab_size`` and ``routed`` of the model; None = not known."""
         cursor, registry = self._source.cursor(), VersionRegistry(self._bus)
-        recorded = {
+        recorded = frozenset(
             seq for _, record in self._recorded if not isinstance(record, Requeue) for seq in record.seqs.tolist()
-        }
-        reading = self._bus.samples.read(
+        )
+        reading = self._readers.read(
             cursor, vocab_size=vocab_size, routed=routed, checked_before=recorded, on_passed=self._lost.passed
         )
-        async for received in reading:
-            if isinstance(received.sample, Sample):
-                await self._look_up(registry, received.seq, received.sample)
-            arrival = self._source.add(received.seq, received.sample, time.monotonic(), received.actor)
-            self.behind, self._evaluations.sampled = received.pending, True
-            if arrival.fills_group:
-                self.failing.completed()
-            if arrival.name is Disposition.EVAL and isinstance(received.sample, Sample):
-                self._evaluations.arrived(received.sample)
-            if arrival.name is Disposition.BUFFERED:
-                self._senders.usable(received.actor)
-            elif arrival.name is Disposition.INVALID:
-                self._senders.invalid(received.actor, describe_invalid(received, arrival.reason))
-            # While recorded steps are repeated, the next one may lack exactly this sample.
-            if arrival.may_decide or self._recorded:
-                self._wake()
+        async with aclosing(reading) as messages:
+            async for received in messages:
+                await self._add(registry, received)
+
+    async def _add(self, registry: VersionRegistry, received: Received) -> None:
+        """Classify one message of SAMPLES."""
+        if isinstance(received.sample, Sample):
+            await self._look_up(registry, received.seq, received.sample)
+        arrival = self._source.add(received.seq, received.sample, time.monotonic(), received.actor)
+        self.behind, self._evaluations.sampled = received.pending, True
+        if arrival.fills_group:
+            self.failing.completed()
+        if arrival.name is Disposition.EVAL and isinstance(received.sample, Sample):
+            self._evaluations.arrived(received.sample)
+        if arrival.name is Disposition.BUFFERED:
+            self._senders.usable(received.actor)
+        elif arrival.name is Disposition.INVALID:
+            self._senders.invalid(received.actor, describe_invalid(received, arrival.reason))
+        # While recorded steps are repeated, the next one may lack exactly this sample.
+        if arrival.may_decide or self._recorded:
+            self._wake()
 
     async def _look_up(self, registry: VersionRegistry, seq: int, sample: Sample) -> None:
         """Read the rows of versions that are not known. A row is written before engines get the weights."""
@@ -201,7 +218,7 @@ class Intake:
         for version in sorted(self._source.unread_versions(sample), reverse=True):
             row = await self._bus.retry(partial(registry.row_for, version, seq))
             if row is not None:
-                self._source.version(version, row.step, max(0, row.after))
+                self._source.version(version, row.step, row.position)
             elif version in self._recorded_steps:
                 # The registry has lost its row, and a recorded plan with it must be repeated.
                 self._source.version(version, self._recorded_steps[version])

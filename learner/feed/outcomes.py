@@ -21,7 +21,7 @@ from tidemill.bus.wire.rows import EndRow, Outcome
 from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY
 from tidemill.learner.algorithms.alarms import Context
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.ledger import read_state
+from tidemill.learner.buffer.ledger import cursor_of, read_state
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.disk import Checkpoint, kept_names
 from tidemill.learner.errors import CheckpointCorrupt, FeedError, NothingTrained
@@ -120,8 +120,8 @@ class Outcomes:
 
     async def _note_use_of_bus(self) -> None:
         """Note how full SAMPLES and the disks of the bus are. Raises BusUnavailable."""
-        samples = (await self._bus.samples.info()).bytes
-        self.fullness = samples / self._bus.config.samples_max_bytes
+        shards = [state.bytes for state in await self._bus.samples.states()]
+        samples, self.fullness = sum(shards), len(shards) * max(shards) / self._bus.config.samples_max_bytes
         stored, _ = await self._bus.jet.store_use()
         self._disks |= {"disk/bus_bytes": float(stored), "disk/samples_bytes": float(samples)}
 
@@ -243,8 +243,11 @@ class Outcomes:
         await self._bus.tasks.raise_floor(state["tasks"]["floor"])
         await self._bus.partials.trim(state["tasks"]["floor"] + 1)
         await self._bus.turns.trim(state["tasks"]["floor"] + 1)
-        if (below := oldest["samples"]["floor"] + 1 - history) >= 2:
-            await self._bus.samples.trim(await self._waited_for(below, oldest["samples"]["created"]))
+        cursor = cursor_of(oldest)
+        below = tuple(floor + 1 - history for floor in cursor.position)
+        if len(below) == 1 and below[0] >= 2:
+            below = (await self._waited_for(below[0], cursor.created),)
+        await self._bus.samples.trim(*below)
         if (below := oldest["tasks"]["floor"] + 1 - history) >= 2:
             await self._bus.tasks.trim(below)
 

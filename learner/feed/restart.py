@@ -79,7 +79,7 @@ async def resume(
     if checkpoint is None:
         # The run has just begun, or ended before its first checkpoint: all samples are read again.
         cursor = await bus.samples.cursor()
-        source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
+        source = DataSource(rules, epoch=epoch, created=cursor.created, floors=cursor.position)
     else:
         source, state = await _restored_source(checkpoint, rules, planned, epoch=epoch)
     versions, eval_tasks = await _register_tasks(bus, source, planned)

@@ -39,6 +39,7 @@ NAMES = {
     ),
     "episodes": "turns/s of episodes through the gateway, with and without a log, against asking the engine directly",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
+    "scaling": "several streams of samples: points, a simulation calibrated with them, and costs (about 5 minutes)",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
     "soak": "10,000 small steps with every fault in turn: nothing lost, memory flat, files bounded (about an hour)",
     "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",

@@ -120,7 +120,7 @@ async def test_an_actor_without_a_run_says_why_it_is_not_ready(open_bus: BusOpen
     log = tmp_path / "actor.log"
     async with open_bus() as bus:
         words = ("--bus", bus.connected_url, "--run", bus.run, "--id", "a", "--probes", "0")
-        actor = tidemill("actor", *words, output=log)
+        actor = await asyncio.to_thread(tidemill, "actor", *words, output=log)
         try:
             url = await until(lambda: url_in(log.read_text()), alive=lambda: actor.returncode is None)
             status, text = await until(lambda: _waits(url, f"the config of run {bus.run}"))
@@ -154,14 +154,14 @@ async def test_a_real_prometheus_scrapes_every_role(tmp_path: Path) -> None:
             stack.callback(process.wait)
             stack.callback(process.kill)
 
-        start("bus", *config)
+        await asyncio.to_thread(start, "bus", *config)
         address = tmp_path / "run/bus.url"
         await until(address.exists)
         bus = ["--bus", address.read_text().strip()]
-        start("learner", *config, *bus)
-        start("engine", *config, *bus)
+        await asyncio.to_thread(start, "learner", *config, *bus)
+        await asyncio.to_thread(start, "engine", *config, *bus)
         for role, words in (("actor", ()), ("router", ("--port", "0")), ("host", ("actors=0", "--dir", str(tmp_path)))):
-            start(role, *bus, *words)
+            await asyncio.to_thread(start, role, *bus, *words)
         for port in ports.values():
             await until(partial(_is_ready, port))
         settings = {"scrape_configs": [scrape(role, port) for role, port in ports.items()]}

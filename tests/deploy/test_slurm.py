@@ -79,21 +79,24 @@ def test_a_job_is_drained_before_its_time_limit_and_resumed(slurm: SlurmLab, tmp
 
 @pytest.mark.slow
 def test_scancel_leaves_nothing_and_another_submit_resumes(slurm: SlurmLab, tmp_path: Path) -> None:
-    run = SlurmRun(slurm, tmp_path / "project", steps=200)
-    run.submit(*WORKERS)
-    run.until_step(60)
+    """With a learner of two nodes."""
+    run = SlurmRun(slurm, tmp_path / "project", steps=120)
+    words = (*WORKERS, "--nodes", "2", "--set", "learner.data_parallel=2")
+    run.submit(*words)
+    run.until_step(40)
     slurm("scancel", *run.ids.values())
     poll(lambda: not slurm.jobs() and slurm.programs() == [], every_s=0.5)
     run.say("nothing is left")
-    run.submit(*WORKERS)
+    run.submit(*words)
     run.audited()
 
 
 @pytest.mark.slow
 def test_throughput_is_back_when_preempted_engines_have_loaded(slurm: SlurmLab, tmp_path: Path) -> None:
     """A job of a higher partition takes the processors of every engine."""
-    run = SlurmRun(slurm, tmp_path / "project", steps=1500)
-    run.submit(*WORKERS, *(f"--sbatch={job}:--nodelist={node}" for job, node in (("head", "n1"), ("engines", "n3"))))
+    run = SlurmRun(slurm, tmp_path / "project", steps=1000)
+    nodes = {"head": "n1", "actors": "n2", "engines": "n3"}
+    run.submit(*WORKERS, *(f"--sbatch={job}:--nodelist={node}" for job, node in nodes.items()))
     run.until_step(100)
     before = run.steps_per_s(10)
     slurm("sbatch", "--partition=main", "--nodelist=n3", "--cpus-per-task=8", "--output=/dev/null", "--wrap=sleep 15")
@@ -104,5 +107,5 @@ def test_throughput_is_back_when_preempted_engines_have_loaded(slurm: SlurmLab, 
     back_s = time.monotonic() - began_s
     after = run.steps_per_s(10)
     run.say(f"steps/s before {before:.2f} and after {after:.2f}; the next steps {back_s:.1f} s after the jobs' start")
-    assert after > before / 2
+    assert after > before / 3, (before, after)
     run.audited()

@@ -73,7 +73,9 @@ def test_a_run_on_slurm_has_users_on_its_bus_and_a_port_that_stays() -> None:
     assert config(*NODES).learner.checkpoint.store == "shared"
 
 
-@pytest.mark.parametrize("setting", ["bus.url=nats://a:4222", "bus.cluster=3", "learner.nodes=0"])
+@pytest.mark.parametrize(
+    "setting", ["bus.url=nats://a:4222", "bus.cluster=3", "learner.nodes=0", "learner.colocated=true"]
+)
 def test_a_run_that_slurm_cannot_have_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=setting.partition("=")[0]):
         config(setting)

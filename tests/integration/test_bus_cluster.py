@@ -3,19 +3,26 @@
 import asyncio
 import dataclasses
 import socket
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.bench.failover import cluster_under_load, fail_over, report
+from tests.bench.failover import cluster_under_load, fail_over, leader, report
 from tests.bus_kit import Proxy, make_sample, take
+from tests.feeder_kit import World
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Denied, Fenced
 from tidemill.bus.server.auth import credentials_file, read_credentials
 from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done
+from tidemill.launch.run.audit import audit
+from tidemill.launch.run.checkpoint_cursor import read_cursor
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 
 RUN = "r"
 
@@ -87,6 +94,48 @@ async def test_an_append_whose_answer_was_lost_is_recognised_on_a_replicated_str
                 with pytest.raises(Fenced):
                     await bus.plans.append(done(4))
             assert [record.step async for _, record in looker.plans.scan() if isinstance(record, Done)] == [1, 2, 3]
+    finally:
+        servers.stop()
+
+
+@pytest.mark.slow
+async def test_a_run_goes_on_when_the_leader_of_its_samples_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three servers, SAMPLES in two shards with reader processes, the leader of one of them killed in the middle."""
+    config = BusConfig(cluster=3, sample_shards=2, lease_s=30.0)
+    servers, loop = EmbeddedBus(tmp_path / "bus", RUN, config), asyncio.get_running_loop()
+    url = await asyncio.to_thread(servers.start)
+    (tmp_path / "checkpoints").mkdir()
+    learner = LearnerConfig(
+        steps=12, groups_per_step=2, group_size=2, checkpoint_every=2, max_tokens_per_micro_batch=16
+    )
+    done_s: list[float] = []
+    try:
+        async with connect(url, RUN, config, name="test", wait_s=60) as bus:
+            await bus.jet.retry_for_ever(bus.create_layout)
+            staleness, root = StalenessConfig(max_lag=1), tmp_path / "checkpoints"
+            world = World(url=url, run=RUN, bus=bus, root=root, learner=learner, staleness=staleness, config=config)
+
+            def kill(did: str, step: int) -> bool:
+                if did == "done":
+                    done_s.append(time.monotonic())
+                if (did, step) == ("done", 5):
+                    name = subjects.stream(RUN, f"{subjects.SAMPLES}-0of2")
+                    victim = asyncio.run_coroutine_threadsafe(leader(servers, bus, name), loop).result()
+                    victim.kill()
+                return False
+
+            async with world.actors(), world.feeder() as (feeder_url, feeding):
+                await world.train(feeder_url, stop=kill)
+                await feeding
+            assert len(servers.ended()) == 1, "it was killed, and the run went on without it"
+            with capsys.disabled():
+                longest, median = max(gaps := np.diff(done_s)), float(np.median(gaps))
+                print(f"\nleader of a shard killed: {longest:.1f} s between two steps, else {median:.2f} s")
+            accounting, _ = await audit(bus, read_cursor(root))
+            assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, [])
+            assert accounting.trained == 12 * 2 * 2
     finally:
         servers.stop()
 

@@ -22,7 +22,8 @@ from tidemill.bus.errors import BusUnavailable, NotFound, StreamReplaced, Stream
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.readers import History
-from tidemill.bus.streams.samples import Received, header_fields, headers_of
+from tidemill.bus.streams.samples import header_fields, headers_of
+from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Cursor, Kind, Sample

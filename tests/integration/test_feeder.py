@@ -27,9 +27,11 @@ from tidemill.bus.streams.bus import connect, raise_epoch
 from tidemill.bus.streams.readers import Cursors, Reader
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from tidemill.bus.wire.subjects import BUCKETS, bucket_stream, stream
+from tidemill.launch.run.audit import audit
+from tidemill.launch.run.checkpoint_cursor import read_cursor
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.ledger import read_state
+from tidemill.learner.buffer.ledger import cursor_of, read_state
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import (
     CheckpointCorrupt,
@@ -219,6 +221,26 @@ async def test_killed_feeder_serves_the_same_again(open_world: OpenWorld, what: 
             await finish(world)
         assert [plan.chain for plan in await check_history(world)][: len(before)] == [plan.chain for plan in before]
         assert len(before) >= step
+
+
+async def test_a_killed_feeder_of_several_shards_serves_the_same_again(open_world: OpenWorld) -> None:
+    """A reader process reads each shard; cursor, versions and trimming have a position for each."""
+    async with open_world(sample_shards=2, history_samples=0, steps=6) as world:
+        async with world.actors():
+            async with world.feeder() as (url, _):
+                await world.train(url, stop=lambda did, at: (did, at) == ("batch", 4))
+            before = await world.plans()
+            await finish(world)
+        plans = await check_history(world)
+        assert [plan.chain for plan in plans][: len(before)] == [plan.chain for plan in before]
+        assert {int(seq) % 2 for plan in plans for seq in plan.seqs} == {0, 1}
+        cursor = cursor_of(read_state(disk.read_state(disk.listed(world.root)[-1].path)))
+        firsts = [state.first_seq * 2 + shard for shard, state in enumerate(await world.bus.samples.states())]
+        assert firsts == [floor + 2 for floor in cursor.floors]
+        accounting, _ = await audit(world.bus, read_cursor(world.root))
+        assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, [])
+        assert accounting.balance()
+        assert accounting.trained == sum(len(plan.seqs) for plan in plans)
 
 
 async def test_metadata_reaches_the_ranks_that_ask_for_it_and_is_the_same_again(open_world: OpenWorld) -> None:

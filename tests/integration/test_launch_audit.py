@@ -16,7 +16,8 @@ from tidemill.bus.wire import codec
 from tidemill.bus.wire.messages import Dead, Plan, Sample, Settle, Status, Task
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.status import read_status
-from tidemill.launch.run.audit import CheckpointCursor, RunAccounting, audit
+from tidemill.launch.run.audit import RunAccounting, audit
+from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
 from tidemill.launch.run.summary import Observed, audit_shown, broken_promises, seconds_of_steps, summarize
 from tidemill.launch.run.watch import RunWatch
 from tidemill.launch.samples.search import as_map
@@ -223,7 +224,7 @@ async def test_untrainable_samples_are_invalid_and_not_lost(open_bus: BusOpener)
             await run.sample(1, 0, attempt=f"f{status}", actor="liar", status=status)
         last = await run.sample(0, 1, tokens=np.array([1, 2, 3, 900, 5, 6], np.int32))
         accounting, _ = await audit(
-            bus, CheckpointCursor(last, frozenset()), versions={0: 0, 5: 5}, after={5: last}, vocab_size=100
+            bus, CheckpointCursor(last, frozenset()), versions={0: 0, 5: 5}, after={5: (last,)}, vocab_size=100
         )
     assert (accounting.invalid, accounting.lost, accounting.balance()) == (12, 0, True)
     assert accounting.invalid_by_field == {

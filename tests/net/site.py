@@ -19,7 +19,8 @@ from tests.waits import until
 from tests.whole.prepared import ROOT, put_prepared
 from tidemill.bus.errors import NotFound
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.launch.run.audit import RunAccounting, audit, read_cursor
+from tidemill.launch.run.audit import RunAccounting, audit
+from tidemill.launch.run.checkpoint_cursor import read_cursor
 
 PORT = 4222
 SITE = ("bus", "node", "gpu", "act0", "act1", "router")

@@ -145,6 +145,8 @@ def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
         page = reader.page
         reader.show("samples")
         reader.wait("() => document.querySelector('tr[aria-selected]')")
+        page.click("text=hardest prompts")
+        reader.wait("() => document.querySelector('[aria-label^=Hardest]').getBoundingClientRect().top < innerHeight")
         page.keyboard.press("j")
         reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr')[1].matches('[aria-selected]')")
         seq = page.inner_text("tr[aria-selected] td")

@@ -25,7 +25,8 @@ from tests.check_kit import VALUES, write_model, write_prompts, write_run
 from tests.examples import examples
 from tests.refusals import refusal
 from tidemill.bus.wire.messages import Sampling, Task
-from tidemill.launch.checks import machine, teachers
+from tidemill.launch.checks import servers as server_checks
+from tidemill.launch.checks import teachers
 from tidemill.launch.checks.data import SURE_ROWS
 from tidemill.launch.checks.findings import CheckFailed, Finding, Report
 from tidemill.launch.checks.resume import model_identity
@@ -865,7 +866,7 @@ def test_the_configuration_of_a_prepared_run_begins_a_new_one(tmp_path: Path) ->
 
 def test_the_servers_of_the_bus_are_asked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is silent until all have been asked: one after the other, the first would time out."""
-    monkeypatch.setattr(machine, "ANSWER_S", 20.0)
+    monkeypatch.setattr(server_checks, "ANSWER_S", 20.0)
     with ExitStack() as stack:
         listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
 

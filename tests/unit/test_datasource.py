@@ -14,9 +14,11 @@ from tests.refusals import refusal
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import encode_record
 from tidemill.bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
+from tidemill.bus.wire.shards import Shards
 from tidemill.learner.buffer.arrivals import EARLY_SAMPLES, Arrival, Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, Verdict
+from tidemill.learner.buffer.ledger import SettledSamples, cursor_of, dump_cursor
 from tidemill.learner.buffer.plans import Waits, fit_groups, plan_bytes, settle_bytes
 from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 
@@ -263,7 +265,7 @@ def test_a_sample_of_a_version_that_did_not_exist_when_it_was_stored_is_invalid_
     restarted.issue(1)
     for each in (pond, restarted):
         each.seq = 2
-        each.source.version(7, 0, after=2)
+        each.source.version(7, 0, after=(2,))
     for index in (0, 1):
         assert restarted.source.add(index + 1, sample(one, index, ((0, 1), (7, 2))), 0.0) == Arrival(
             Disposition.INVALID, "version"
@@ -881,3 +883,28 @@ def test_many_tasks_are_given_up_in_records_that_fit_in_a_message() -> None:
     assert [len(one.tasks) for one in settled] == [3, 3, 2]
     assert sorted(id for one in settled for id in one.tasks.tolist()) == [*range(1, 9)]
     assert all(len(encode_record(one)) <= pond.source.max_record_bytes for one in settled)
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
+def test_a_cursor_of_shards_has_the_settled_messages_and_no_others(
+    count: int, messages: list[tuple[int, bool]]
+) -> None:
+    """A restart sees each message that was not settled, in the order of its shard, and no other."""
+    shards = Shards(count)
+    ids, next_local = SettledSamples(tuple(range(count))), [1] * count
+    open_seqs: list[int] = []
+    for number, is_settled in messages:
+        shard = number % count
+        seq = shards.seq(shard, next_local[shard])
+        next_local[shard] += 1
+        assert ids.see(seq) and not ids.see(seq)
+        if is_settled:
+            ids.settle(seq)
+        else:
+            open_seqs.append(seq)
+    cursor = ids.cursor("now")
+    again = SettledSamples(cursor.position, cursor.settled)
+    read = [shards.seq(shard, local) for shard in range(count) for local in range(1, next_local[shard])]
+    assert sorted(seq for seq in read if again.see(seq)) == sorted(open_seqs)
+    assert cursor_of({"samples": dump_cursor(cursor)}) == cursor
+    assert (count == 1) == (not cursor.floors)

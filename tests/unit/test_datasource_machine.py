@@ -201,7 +201,7 @@ class History(RuleBasedStateMachine):
         """Add one message, after the DataSource has read the versions it names from the present registry."""
         one = self.stream[seq - 1]
         for version in self.source.unread_versions(one) & self.steps.keys() if isinstance(one, Sample) else ():
-            self.source.version(version, self.steps[version], self.after[version])
+            self.source.version(version, self.steps[version], (self.after[version],))
         self.source.add(seq, one, self.now, f"actor-{seq % 3}")
 
     def bury(self, chance: random.Random) -> None:

@@ -23,6 +23,7 @@ from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import VersionRow, row_of
+from tidemill.bus.wire.shards import Position
 from tidemill.bus.wire.subjects import natural
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class VersionRegistry:
         if value is not None or not revision:
             return value
         newest = await self._newest_published()
-        restored: Value = {**({} if newest is None else dataclasses.asdict(newest)), "fence": epoch}
+        restored: Value = {**({} if newest is None else newest.stored()), "fence": epoch}
         value = await self._change_head(epoch, lambda head: restored if head is None else None)
         version = "none" if newest is None else newest.version
         self._repeated(
@@ -75,7 +76,8 @@ class VersionRegistry:
         row = await self.row(version)
         # Its learner is between creating the row and setting ``after``, or died there.
         if row is not None and row.after < 0 and row.state == "pushing":
-            return await self._begin_after(row, seq)
+            ends = await self._samples.ends()
+            return await self._begin_after(row, ends if len(ends) > 1 else (seq,))
         return row
 
     async def steps(self) -> dict[int, int]:
@@ -137,7 +139,7 @@ class VersionRegistry:
         self._repeated(lost, text, level=logging.ERROR)
 
     async def _restore_row(self, version: int, step: int, epoch: int, state: str) -> bool:
-        row = dataclasses.asdict(VersionRow(version=version, step=step, epoch=epoch, state=state))
+        row = VersionRow(version=version, step=step, epoch=epoch, state=state).stored()
         changed = await self._rows.change(
             _key(version), lambda value: row if value is None else None, replace_unreadable=True
         )
@@ -149,7 +151,7 @@ class VersionRegistry:
             head = _parse(HEAD, value)
             if head is not None and head.version >= newest.version:
                 return None
-            return {**dataclasses.asdict(newest), "fence": epoch}
+            return {**newest.stored(), "fence": epoch}
 
         await self._change_head(epoch, raised)
 
@@ -189,7 +191,7 @@ class VersionRegistry:
         if head is not None:
             return head
         row = VersionRow(version=0, step=0, epoch=epoch, digest=digest, snapshot=where, after=0)
-        await self._rows.put(_key(0), dataclasses.asdict(row))
+        await self._rows.put(_key(0), row.stored())
         row = await self.publish(row)
         await self._note_snapshot(row)
         return row
@@ -204,8 +206,8 @@ class VersionRegistry:
             self._next += 1
             try:
                 # Nor in place of a deleted one: its number was used.
-                await self._rows.update(_key(row.version), dataclasses.asdict(row), 0)
-                return await self._begin_after(row, (await self._samples.info()).last_seq)
+                await self._rows.update(_key(row.version), row.stored(), 0)
+                return await self._begin_after(row, await self._samples.ends())
             except RowConflict:  # used by a learner that has been replaced, or that replaces this one
                 continue
 
@@ -218,7 +220,7 @@ class VersionRegistry:
             _check_fence(value, row.epoch)
             head = _parse(HEAD, value)
             if head is None or head.version < row.version:
-                return {**dataclasses.asdict(row), "fence": row.epoch}
+                return {**row.stored(), "fence": row.epoch}
             if (head.version, head.epoch) == (row.version, row.epoch):  # a repeated call
                 return None
             raise Fenced(
@@ -226,7 +228,7 @@ class VersionRegistry:
             )
 
         await self._change_head(row.epoch, published)
-        now = dataclasses.asdict(row)
+        now = row.stored()
 
         def shown(value: Value | None) -> Value | None:
             if value is None or value.get("version") != row.version:
@@ -273,14 +275,15 @@ class VersionRegistry:
         """Request a snapshot of a version or a later one. All engines need the head, so one row serves all."""
         await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
 
-    async def _begin_after(self, row: VersionRow, seq: int) -> VersionRow:
+    async def _begin_after(self, row: VersionRow, ends: Position) -> VersionRow:
         """Return the row with ``after``, which is set once."""
+        after: Value = {"after": min(ends), **({"afters": ends} if len(ends) > 1 else {})}
 
         def begun(value: Value | None) -> Value | None:
-            return None if value is None or int(value.get("after", -1)) >= 0 else {**value, "after": seq}
+            return None if value is None or int(value.get("after", -1)) >= 0 else {**value, **after}
 
-        value = (await self._rows.change(_key(row.version), begun, replace_unreadable=True)).after
-        return dataclasses.replace(row, after=seq if value is None else int(value["after"]))
+        value = (await self._rows.change(_key(row.version), begun, replace_unreadable=True)).after or after
+        return dataclasses.replace(row, after=int(value["after"]), afters=tuple(value.get("afters", ())))
 
     async def set_evicted(self, reasons: Mapping[str, str]) -> None:
         """Record the engines that are not pushed to, with the reasons, for `tidemill status`."""
@@ -298,7 +301,7 @@ class VersionRegistry:
             before = -1 if value is None else int(value["version"])
             if row.version < before or (row.version > before and not row.snapshot):
                 return None
-            return dataclasses.asdict(row)
+            return row.stored()
 
         await self._rows.change(SNAPSHOT, noted, replace_unreadable=True)
 

@@ -338,6 +338,7 @@ async function main() {
   if (!Object.hasOwn(rewards, config.reward)) {
     throw new Error(`actor.reward: want ${Object.keys(rewards).join(" or ")}, got ${config.reward}`);
   }
+  if ((config.sample_shards ?? 1) > 1) throw new Error(`bus.sample_shards: want 1, got ${config.sample_shards}`);
   actor = new Actor(bus, id, config);
   log("working", { run: bus.run, id, reward: config.reward });
   const live = `$KV.TM_${bus.run}_live.actor.${token(id)}`;

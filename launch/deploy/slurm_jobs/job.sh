@@ -5,7 +5,7 @@ export PATH=@BIN@:$PATH
 run_dir=@RUN_DIR@
 here=@HERE@     # this file, the sbatch files and the logs: on a file system that all nodes share
 config=$run_dir/config.yaml
-stopped= program=
+stopped= program= code=0
 # The last task of an array has the id of the array itself, which stands for all of its tasks.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}

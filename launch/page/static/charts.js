@@ -2,15 +2,15 @@
 
 import { count, num, percent, ticks } from "./format.js";
 import { button, el } from "./dom.js";
-import { Chart, PlacesChart, hatch, ink, writeText } from "./canvas.js";
+import { PlacesChart, hatch, ink, writeText } from "./canvas.js";
 import { BOTTOM, LEFT, RIGHT } from "./curves.js";
 
 /** Shares by column and row, opacity by the square root. `columns`: `[[first, last], …]`, `shares[column][row]`. */
-export class HeatMap extends Chart {
-  constructor(host, { height = 170, label, columns, rows, shares, pick, rowName = "lag" }) {
+export class HeatMap extends PlacesChart {
+  constructor(host, { height = 170, label, columns, rows, shares, pick }) {
     super(host, { height, label, says: true });
-    Object.assign(this, { columns, rows, shares, rowName, onPick: pick, cell: null });
-    this.redraw();
+    this.onPick = ([column, row]) => pick(column, row);
+    this.set({ columns, rows, shares });
   }
 
   set({ columns, rows, shares }) {
@@ -19,69 +19,49 @@ export class HeatMap extends Chart {
   }
 
   draw(g, width, height) {
+    this.areas = [];
     if (!this.columns.length) return writeText(g, "no step is trained yet", width / 2, height / 2, { align: "center" });
     const [cell, row] = [(width - LEFT - RIGHT) / this.columns.length, (height - BOTTOM) / this.rows.length];
-    Object.assign(this, { cellWidth: cell, rowHeight: row });
     this.rows.forEach((name, place) => {
-      const label = name === "over" ? name : `${this.rowName} ${name}`;
+      const label = name === "over" ? name : `lag ${name}`;
       writeText(g, label, LEFT - 6, (place + 0.5) * row, { align: "right", width: LEFT - 6 });
     });
-    g.fillStyle = ink("version");
-    this.shares.forEach((shares, column) => {
-      shares.forEach((share, place) => {
-        if (!share) return;
-        g.globalAlpha = 0.08 + 0.92 * Math.sqrt(share);
-        g.fillRect(LEFT + column * cell, place * row + 1, Math.max(1, cell + 0.3), row - 2);
+    const eachCell = (visit) =>
+      this.shares.forEach((shares, column) => {
+        shares.forEach((share, place) => visit(LEFT + column * cell, place * row, share, column, place));
       });
+    g.fillStyle = ink("version");
+    eachCell((x, y, share) => {
+      if (!share) return;
+      g.globalAlpha = 0.08 + 0.92 * Math.sqrt(share);
+      g.fillRect(x, y + 1, Math.max(1, cell + 0.3), row - 2);
     });
     g.globalAlpha = 1;
     for (const step of ticks(this.columns[0][0], this.columns.at(-1)[1], Math.max(2, width / 90))) {
       const column = this.columns.findIndex(([first, last]) => first <= step && step <= last);
       if (column >= 0) writeText(g, num(step), LEFT + (column + 0.5) * cell, height - 8, { align: "center" });
     }
-    if (this.cell) {
-      g.strokeStyle = ink("ink");
-      g.lineWidth = 1.5;
-      g.strokeRect(LEFT + this.cell[0] * cell, this.cell[1] * row + 1, Math.max(3, cell), row - 2);
-    }
-    return undefined;
+    return eachCell((x, y, share, column, place) =>
+      this.note(g, x, y, cell, row, [this.columns[column], this.rows[place], share]),
+    );
   }
 
-  choose(column, row) {
-    const inside = column >= 0 && column < this.columns.length && row >= 0 && row < this.rows.length;
-    this.cell = inside ? [column, row] : null;
-    if (inside) {
-      const [first, last] = this.columns[column];
-      const steps = first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}`;
-      const share = percent(this.shares[column][row]);
-      this.say(`${steps} · ${this.rowName} ${this.rows[row]} · ${share} of the tokens`);
-    } else this.say("");
-    this.redraw();
+  describe([[first, last], row, share]) {
+    const steps = first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}`;
+    return `${steps} · lag ${row} · ${percent(share)} of the tokens`;
   }
 
-  hover(x, y) {
-    if (x == null) return this.choose(-1, -1);
-    return this.choose(Math.floor((x - LEFT) / this.cellWidth), Math.floor(y / this.rowHeight));
-  }
-
+  /** Places are column by column; the first move is to the newest one. */
   move(dx, dy) {
-    const [column, row] = this.cell ?? [this.columns.length - 1 - dx, -dy];
-    const clamp = (value, length) => Math.max(0, Math.min(length - 1, value));
-    this.choose(clamp(column + dx, this.columns.length), clamp(row + dy, this.rows.length));
-  }
-
-  pick() {
-    if (this.cell) this.onPick?.(this.columns[this.cell[0]], this.rows[this.cell[1]]);
+    const from = this.place < 0 ? this.areas.length - this.rows.length : this.place + dx * this.rows.length + dy;
+    this.point(Math.max(0, Math.min(this.areas.length - 1, from)));
   }
 
   words() {
     const last = this.shares.at(-1) ?? [];
-    const rows = this.rows.map((name, place) => [`${this.rowName} ${name}`, percent(last[place])]);
-    return {
-      head: [this.rowName, "share in the newest steps"],
-      rows,
-      summary: rows.map((row) => row.join(" ")).join(", "),
-    };
+    const rows = this.rows.map((name, place) => [`lag ${name}`, percent(last[place])]);
+    const summary = rows.map((row) => row.join(" ")).join(", ");
+    return { head: ["lag", "share in the newest steps"], rows, summary };
   }
 }
 

@@ -83,6 +83,7 @@ class SamplesView {
   pane = el("div", empty("Choose a sample."));
   more = button("older", () => this.load(this.next, true));
   news = button("", () => this.load(), { class: "news", hidden: true });
+  hardest = button("hardest prompts", () => this.grid.lastChild.scrollIntoView(), { hidden: true });
 
   constructor({ source, go, replace, query }) {
     Object.assign(this, { source, go, replace, filter: query.filter ?? "" });
@@ -97,7 +98,7 @@ class SamplesView {
     const places = "#123, 10m, v7, step 80";
     const when = field("text", "go to sequence, time, version or step", places, (text) => this.travel(text));
     const bar = el("div.bar", this.search, when);
-    const samples = { note: "newest first", size: "wide8", tools: [this.news] };
+    const samples = { note: "newest first", size: "wide8", tools: [this.news, this.hardest] };
     const left = panel("Samples", samples, bar, this.chips, this.error, this.bins, this.list, this.note, this.more);
     this.preview = panel("Preview", { note: "j, k move; Enter opens", size: "wide4" }, this.pane);
     this.preview.classList.add("preview");
@@ -227,6 +228,9 @@ class SamplesView {
 export async function samplesPage(context) {
   const page = new SamplesView(context);
   const [prompts] = await Promise.all([context.source.get("prompts").catch(() => null), page.show()]);
-  if (prompts) page.grid.append(promptsPanel(prompts));
+  if (prompts) {
+    page.grid.append(promptsPanel(prompts));
+    page.hardest.hidden = false;
+  }
   return page;
 }

@@ -1,0 +1,215 @@
+"""SAMPLES in several shards on a real nats-server: read as one stream, by one process or by a process for each."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TypeVar
+
+import pytest
+
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_sample
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import ConfigMismatch, StreamReplaced, StreamTrimmed, WireError
+from tidemill.bus.server.auth import permissions
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.reader_processes import ReaderEnded, ShardReaders
+from tidemill.bus.streams.readers import History, ManyShards, Reader
+from tidemill.bus.streams.shard_reading import Received
+from tidemill.bus.system.processes import Child
+from tidemill.bus.wire.codec import encode_sample
+from tidemill.bus.wire.messages import Cursor, Sample
+from tidemill.bus.wire.shards import Shards, is_behind
+from tidemill.weightstore.store.registry import VersionRegistry
+
+SHARDS = 3
+T = TypeVar("T")
+
+
+async def publish(bus: Bus, *tasks: int, **changes: object) -> list[int]:
+    return [await bus.samples.publish(make_sample(bus.run, task=task, **changes)) for task in tasks]
+
+
+async def read(reading: AsyncGenerator[T], count: int) -> list[T]:
+    async with asyncio.timeout(60), aclosing(reading) as messages:
+        return [await anext(messages) for _ in range(count)]
+
+
+def read_by_processes(server: EmbeddedServer, bus: Bus, cursor: Cursor, passed: list[int]) -> AsyncGenerator[Received]:
+    return ShardReaders(server.url, bus.run, bus.config).read(cursor, vocab_size=100, on_passed=passed.append)
+
+
+async def test_a_task_chooses_the_stream_and_a_sequence_names_one_message(open_bus: BusOpener) -> None:
+    async with open_bus(sample_shards=SHARDS) as bus:
+        seqs = await publish(bus, *range(1, 10))
+        assert [seq % SHARDS for seq in seqs] == [task % SHARDS for task in range(1, 10)]
+        assert len(set(seqs)) == 9
+        assert [(await bus.samples.fetch(seq)).task for seq in seqs] == list(range(1, 10))
+        states = await bus.samples.states()
+        assert [state.messages for state in states] == [3, 3, 3]
+        assert (await bus.samples.info()).messages == 9
+        assert await bus.samples.ends() == (9, 10, 11)
+        configs = [await bus.jet.call(f"STREAM.INFO.TM_{bus.run}_SAMPLES-{shard}of3") for shard in range(SHARDS)]
+        assert [info["config"]["max_bytes"] for info in configs] == [bus.config.samples_max_bytes // SHARDS] * SHARDS
+
+
+async def test_readers_that_do_not_know_the_number_of_shards_see_one_stream(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
+    async with open_bus(sample_shards=SHARDS) as bus, connect(nats_server.url, bus.run, name="viewer") as viewer:
+        seqs = await publish(bus, *range(1, 8))
+        tail = [received async for received in viewer.samples.tail(last=99, follow=False)]
+        assert [received.seq for received in tail] == sorted(seqs)
+        history = History(viewer.jet)
+        payloads = [stored async for stored in history.payloads(1, max(seqs))]
+        assert [stored.seq for stored in payloads] == sorted(seqs)
+        assert (await history.payload(seqs[3])).data == payloads[sorted(seqs).index(seqs[3])].data
+        assert await history.at_version(3) == min(seqs)
+        glimpses = history.glimpses(max(seqs) + 1)
+        following = asyncio.create_task(read(glimpses, 1))
+        (new,) = await publish(bus, 8)
+        assert [glimpse.seq for glimpse in await following] == [new]
+
+
+@pytest.mark.parametrize("by_processes", [False, True])
+async def test_a_cursor_goes_on_in_every_shard(
+    open_bus: BusOpener, nats_server: EmbeddedServer, by_processes: bool
+) -> None:
+    """Parts, settled samples and an invalid one included; every sequence is passed once, in the order of its shard."""
+    async with open_bus(sample_shards=SHARDS) as bus:
+        before = await bus.samples.cursor()
+        first = await publish(bus, 1, 2, 3, 4)
+        size = 3 * nats_server.config.max_payload_bytes // 2 // 9
+        (large,) = await publish(bus, 5, length=size)
+        (invalid,) = await publish(bus, 6, rollout_log_probs=make_sample(length=8).rollout_log_probs + 1)
+        floors = tuple(first[0] if shard == first[0] % SHARDS else shard for shard in range(SHARDS))
+        cursor = Cursor(created=before.created, floor=min(floors), settled=(first[2],), floors=floors)
+        passed: list[int] = []
+        reading = (
+            read_by_processes(nats_server, bus, cursor, passed)
+            if by_processes
+            else bus.samples.read(cursor, vocab_size=size + 3, on_passed=passed.append)
+        )
+        messages = await read(reading, 4)
+        assert {received.seq for received in messages} == {first[1], first[3], large, invalid}
+        by_seq = {received.seq: received.sample for received in messages}
+        assert isinstance(by_seq[invalid], WireError)
+        whole = by_seq[first[3]]
+        assert isinstance(whole, Sample)
+        assert whole.tokens.tolist() == make_sample(task=4).tokens.tolist()
+        of_shards = [[seq for seq in passed if seq % SHARDS == shard] for shard in range(SHARDS)]
+        assert all(seqs == sorted(set(seqs)) for seqs in of_shards)
+        assert first[0] not in passed
+        assert {len([seq for seq in seqs if seq < large]) for seqs in of_shards} >= {1}
+
+
+async def test_a_cursor_of_other_streams_or_of_trimmed_messages_is_refused(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
+    async with open_bus(sample_shards=SHARDS) as bus:
+        before = await bus.samples.cursor()
+        seqs = await publish(bus, *range(1, 7))
+        other = dataclasses.replace(before, created=before.created.replace("2", "1"))
+        with pytest.raises(StreamReplaced):
+            await read(bus.samples.read(other), 1)
+        with pytest.raises(StreamReplaced):
+            await read(bus.samples.read(Cursor(created=before.created.split(",")[0], floor=0)), 1)
+        below = [shard for shard in range(SHARDS)]
+        below[2] = seqs[4] + 1  # tasks 2 and 5
+        await bus.samples.trim(*below)
+        assert [state.messages for state in await bus.samples.states()] == [2, 2, 0]
+        with pytest.raises(StreamTrimmed):
+            await read(bus.samples.read(before), 6)
+        with pytest.raises(StreamTrimmed):
+            await read(read_by_processes(nats_server, bus, before, []), 6)
+
+
+async def test_another_number_of_shards_is_refused_before_anything_is_made(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
+    async with open_bus(sample_shards=2) as bus:
+        for count in (1, 3):
+            async with connect(nats_server.url, bus.run, BusConfig(sample_shards=count), name="other") as other:
+                with pytest.raises(ConfigMismatch, match=f"sample_shards: want {count}, the server has 2"):
+                    await other.create_layout()
+        names = (await bus.jet.call("STREAM.NAMES", {"subject": f"tm.{bus.run}.>"}))["streams"]
+        assert sorted(name for name in names if "SAMPLES" in name) == [
+            f"TM_{bus.run}_SAMPLES-0of2",
+            f"TM_{bus.run}_SAMPLES-1of2",
+        ]
+
+
+async def test_a_registered_reader_is_refused(open_bus: BusOpener) -> None:
+    async with open_bus(sample_shards=2) as bus:
+        with pytest.raises(ManyShards, match=r"want bus\.sample_shards: 1, this run has 2"):
+            await Reader.open(bus, "archive")
+
+
+async def test_a_sample_in_the_shard_of_another_task_is_invalid(open_bus: BusOpener) -> None:
+    async with open_bus(sample_shards=2) as bus:
+        sample = make_sample(bus.run, task=2)
+        await bus.samples.publish_bytes(
+            encode_sample(sample), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.forged"}
+        )
+        (received,) = await read(bus.samples.read(None), 1)
+        assert isinstance(received.sample, WireError)
+        assert received.sample.field == "task"
+
+
+async def test_a_version_begins_behind_the_end_of_every_shard(open_bus: BusOpener) -> None:
+    async with open_bus(sample_shards=2) as bus:
+        registry = VersionRegistry(bus)
+        await registry.publish_initial("model", 1)
+        before = await publish(bus, 1, 2, 3)
+        row = await registry.reserve(1, 1)
+        assert row.position == await bus.samples.ends()
+        after = await publish(bus, 4, 5)
+        stored = await registry.row(row.version)
+        assert stored is not None
+        assert [is_behind(seq, stored.position) for seq in before] == [True] * 3
+        assert [is_behind(seq, stored.position) for seq in after] == [False] * 2
+
+
+async def test_a_killed_reader_ends_the_reading(
+    open_bus: BusOpener, nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Child] = []
+
+    class Noted(Child):
+        async def start(self, pass_fds: object = ()) -> None:  # type: ignore[override]
+            await super().start(pass_fds)  # type: ignore[arg-type]
+            started.append(self)
+
+    monkeypatch.setattr("tidemill.bus.streams.reader_processes.Child", Noted)
+    async with open_bus(sample_shards=2) as bus:
+        await publish(bus, 1, 2)
+        async with (
+            asyncio.timeout(60),
+            aclosing(read_by_processes(nats_server, bus, await bus.samples.cursor(), [])) as reading,
+        ):
+            assert {(await anext(reading)).seq % 2, (await anext(reading)).seq % 2} == {0, 1}
+            assert started[1].process is not None
+            started[1].process.kill()
+            with pytest.raises(ReaderEnded, match="reader of shard 1 of SAMPLES: its process ended with -9"):
+                await anext(reading)
+        assert not any(child.running for child in started)
+
+
+def test_users_may_store_their_own_samples_in_every_shard() -> None:
+    allowed = permissions("actor", "actor-0", "r", BusConfig(sample_shards=2)).publish
+    for shard in range(2):
+        suffix = Shards(2).suffix(shard)
+        assert f"tm.r.sample{suffix}.*.*.actor-0" in allowed
+        assert f"tm.r.part{suffix}.*.*" in allowed
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 64])
+def test_the_first_sequence_of_a_shard_from_any_on(count: int) -> None:
+    shards = Shards(count)
+    for seq in range(3 * count):
+        for shard in range(count):
+            local = shards.first(shard, seq)
+            assert shards.seq(shard, local) >= seq > shards.seq(shard, local - 1)
+            assert shards.place(shards.seq(shard, local)) == (shard, local)
