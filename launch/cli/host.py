@@ -151,7 +151,8 @@ def _autoscale(args: argparse.Namespace) -> int:
         async with AsyncExitStack() as stack:
             bus = await connected(stack, url, run, BusConfig(), name="autoscaler", draining=draining)
             if bus is not None:
-                await Autoscaler(bus, bounds, settle_s=args.settle).run(draining)
+                async with until_end(url, run, draining, name="autoscaler", on=True):
+                    await Autoscaler(bus, bounds, settle_s=args.settle).run(draining)
 
     return read_until_drained(args, body, name="", user=OPERATOR)
 

@@ -107,6 +107,8 @@ class Autoscaler:
         within = clamped(counts, self._bounds)
         if within != counts:
             return Decision(within, "outside of the bounds")
+        if not self._alive("feeder"):
+            return Decision(counts, "no learner is running")
         passed_s = time.monotonic() - self._changed_s
         steps = [step for step in sorted(self._watch.outcomes, reverse=True) if step > self._since_step]
         missing = [f"{role}s" for role, count in counts.items() if self._num_alive(role) < count]
