@@ -93,6 +93,8 @@ class LiveRow:
     """Address at which an engine receives handles of weights (``ipc://...``), if it does."""
     place: Text = ""
     """Domain of shared memory of an engine that receives handles; engines with equal ones can share memory."""
+    release: Text = ""
+    """Version of the package that it runs; empty = one that did not report it."""
     unreadable: Text = ""
     """Messages and rows that it passed over (``bus/client/jetstream.py``); empty = none."""
     rollouts: tuple[Text, ...] = ()

@@ -118,6 +118,15 @@ async def read_status(bus: Bus) -> JsonObject:
     }
 
 
+def releases_of(processes: Sequence[JsonMapping]) -> dict[str, list[str]]:
+    """Return the names of the live processes by the release that they run."""
+    names: dict[str, list[str]] = {}
+    for row in processes:
+        if not row["silent_s"]:
+            names.setdefault(str(row["release"]), []).append(f"{row['role']} {row['id']}")
+    return names
+
+
 def unserved(waiting: Mapping[str, int], alive: Sequence[LiveRow]) -> dict[str, int]:
     """Return the numbers of tasks that wait and that no live actor leases, by rollout; none where the run has ended."""
     if not any(row.role in ("actor", "feeder") for row in alive):
@@ -154,7 +163,7 @@ def _process(row: LiveRow, age_s: float, alive: Sequence[LiveRow]) -> JsonObject
     ``verified``: a learner or router has reached it at its address (of engines alone). ``unreachable``: the processes
     that do not reach it there, each with its error.
     """
-    names = ("role", "id", "host", "pid", "phase", "waits_for", "trouble", "version")
+    names = ("role", "id", "host", "pid", "phase", "waits_for", "trouble", "version", "release")
     return {
         **{name: getattr(row, name) for name in names},
         "silent_s": round(age_s, 1),
@@ -317,6 +326,9 @@ def print_status(console: Console, status: JsonObject) -> None:
         kept = "given up" if cursor["given_up"] else kept
         console.print(f"cursor  {name} at {cursor['floor']}, {cursor['behind']} messages behind; {kept}", markup=False)
     _print_processes(console, status)
+    if len(releases := releases_of(status["processes"])) > 1:
+        text = "; ".join(f"{release or 'not reported'}: {', '.join(names)}" for release, names in releases.items())
+        console.print(f"releases differ (docs/upgrading.md): {text}", style="yellow", markup=False)
     passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]}
     for where, text in (*passed_over.items(), ("here", status["unreadable"])):
         if text:

@@ -17,6 +17,8 @@ WALL = {
 """Functions, by the module or class on which they are called."""
 READ_FOR = {
     "launch/run/web_hook.py": "the time in a notice, for a person",
+    "launch/run/run_end.py": "the time in the row of a run's end, for a person",
+    "learner/feed/outcomes.py": "the same, of a run that is done",
     "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "actors/actor/sample_scoring.py": "created_s of a sample, when its reward is there",
     "learner/feed/recorded_responses.py": "created_s of a sample that a row has recorded, as above",
