@@ -101,11 +101,11 @@ class Pod:
     async def start(self) -> None:
         """Run its init containers to their ends, and start its container."""
         for container in self.specification.get("initContainers", ()):
-            ending = self._run(container)
+            ending = await asyncio.to_thread(self._run, container)
             assert await asyncio.to_thread(ending.wait, 120) == 0, self.log.read_text()
         (container,) = self.specification["containers"]
         assert "lifecycle" not in container, "a preStop hook that nothing here runs"
-        self.started = self._run(container)
+        self.started = await asyncio.to_thread(self._run, container)
 
     async def ready(self) -> None:
         """Start it, and wait until its readiness probe succeeds."""
