@@ -151,6 +151,20 @@ class ReaderRow:
     """True when trimming stopped waiting for it, because the stream was too full."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscaleRow:
+    """The row of the autoscaler that decides."""
+
+    owner: Text
+    """Nonce of its process."""
+    reason: Text
+    """Reason for the present numbers, or for the last change."""
+    counts: dict[Text, Natural] = field(default_factory=dict)
+    """Desired numbers of all hosts together that it has written, by role."""
+    beats: Natural = 0
+    """Increases with every renewal."""
+
+
 class Phase(StrEnum):
     """State of an agent. From RUNNING on, it keeps the nonce of the attempt; READY comes with a new one."""
 

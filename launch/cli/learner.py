@@ -5,10 +5,11 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
-from tidemill.bus.exit_codes import CRASHED, DONE, FINAL, NOT_IN_TIME, WRONG_USE
+from tidemill.bus.exit_codes import DONE, WRONG_USE
 from tidemill.launch.cli.arguments import (
     add_bus,
     add_config,
+    add_drained_code,
     add_from_checkpoint,
     add_listening,
     add_probes,
@@ -58,6 +59,7 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0, the leader")
     add_listening(parser)
+    add_drained_code(parser)
     add_probes(parser)
     parser.add_argument(
         "--shadow",
@@ -65,24 +67,8 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="train on the steps of the run with the settings of this command, as run RUN-NAME; push to no engine",
     )
-    parser.add_argument(
-        "--drained-code",
-        type=drained_code,
-        default=DONE,
-        metavar="N",
-        help="exit code when a signal has drained it before the last step (default 0, as at the end)",
-    )
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
-
-
-def drained_code(text: str) -> int:
-    """Return a code of a drained learner. Raises ArgumentTypeError for one with another meaning."""
-    taken = {CRASHED, NOT_IN_TIME, *FINAL}
-    if not (text.isascii() and text.isdigit() and int(text) < 126 and int(text) not in taken):
-        want = f"0 to 125, and none of {', '.join(map(str, sorted(taken)))}"
-        raise argparse.ArgumentTypeError(f"want {want}, got {text[:40]!r}")
-    return int(text)
 
 
 def _add_child(parser: argparse.ArgumentParser) -> None:

@@ -90,6 +90,7 @@ async def read_status(bus: Bus) -> JsonObject:
         "evaluations": [summary.scores_line(record) for record in plans.evaluated.values()],
         "best": (await run_rows.read(subjects.BEST_KEY))[0],  # best version with a checkpoint, by `eval.best`
         "end": (await run_rows.read(subjects.END_KEY))[0],  # None while the run goes on
+        "autoscale": (await bus.rows("wanted").read(subjects.AUTOSCALE_KEY))[0],
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
         "episodes": {name: value for name, value in metrics.items() if name.startswith(_OF_EPISODES)},
@@ -303,6 +304,8 @@ def print_status(console: Console, status: JsonObject) -> None:
         console.print(f"best checkpoint {summary.best_in_words(status['best'])}", markup=False)
     if status["end"]:
         console.print(_end_in_words(status["end"]), markup=False)
+    if status["autoscale"]:
+        console.print(f"autoscaler: {plain(status['autoscale']['reason'])}", markup=False)
     if skipped := status["minibatches_skipped"]:
         console.print(
             f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)"
