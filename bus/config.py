@@ -83,6 +83,10 @@ class BusConfig:
     """The server requires a certificate of every client, too, signed by ``tls_ca``; clients of this configuration show
     ``tls_cert``.
     """
+    monitoring: Annotated[str, Field(pattern=r"^(\S+:[0-9]{1,5})?$")] = ""
+    """host:port at which the embedded server shows its monitoring pages (``/jsz``, ``/varz``) to any client, for KEDA
+    and exporters: counts, addresses and names of users, no messages. Empty = to ``tidemill bus`` alone.
+    """
     cluster: Annotated[int, OneOf((1, 3))] = 1
     """Servers of the embedded bus on this machine: 1 or 3."""
     server_name: str = ""
@@ -124,6 +128,8 @@ class BusConfig:
             raise ValueError(f"replicas: want {want}, got {self.replicas}; set bus.cluster: 3")
         if self.server_name and self.cluster != 1:
             raise ValueError("cluster: want 1 with server_name: this machine has one server of the cluster")
+        if self.monitoring and self.cluster != 1:
+            raise ValueError("monitoring: want cluster: 1, because several servers cannot share a port")
         if self.server_name:
             self._check_open("cluster_listen", self.cluster_listen, self.cluster_listen.rpartition(":")[0])
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
 from tidemill.bus.client.rows import Value
@@ -36,6 +37,15 @@ def observed_heartbeats() -> Iterator["Sequence[HeartbeatPublisher]"]:
         _OBSERVED.reset(token)
 
 
+@cache
+def release() -> str:
+    """Return the version of the installed package; empty when it runs from files alone."""
+    try:
+        return version("tidemill")
+    except PackageNotFoundError:
+        return ""
+
+
 class HeartbeatPublisher:
     """Async context manager: writes the row ``<role>.<id>`` every ``every_s``, and removes it on a clean exit.
 
@@ -43,7 +53,7 @@ class HeartbeatPublisher:
     """
 
     def __init__(self, bus: Bus, row: LiveRow, every_s: float = 1.0) -> None:
-        self.row, self.run = row, bus.run
+        self.row, self.run = dataclasses.replace(row, release=release()), bus.run
         self.last_error = ""  # Empty = the last write succeeded
         self.written_s = float("-inf")  # Monotonic time of the last write that succeeded
         self._bus, self._rows, self._every_s = bus, bus.rows(_BUCKET), every_s

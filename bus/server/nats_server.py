@@ -32,14 +32,16 @@ _STOPPED = re.compile(r"write error|not enabled|disabled")
 class Monitor:
     """Reader of one server's state; ``lines`` belong into its configuration."""
 
-    def __init__(self) -> None:
-        self._path = f"/{secrets.token_urlsafe(_SECRET_BYTES)}"
+    def __init__(self, listen: str = "") -> None:
+        """``listen``: host:port that is open to any client; empty = any free port of loopback, at a secret path."""
+        self._listen = listen or "127.0.0.1:-1"
+        self._path = "" if listen else f"/{secrets.token_urlsafe(_SECRET_BYTES)}"
         self.address = ""  # host:port, known when the server has started
 
     @property
     def lines(self) -> list[str]:
-        """Lines of the server's configuration: any free port of loopback, and the secret path."""
-        return ['http: "127.0.0.1:-1"', f"http_base_path: {quoted(self._path)}"]
+        """Lines of the server's configuration."""
+        return [f"http: {quoted(self._listen)}", *([f"http_base_path: {quoted(self._path)}"] if self._path else [])]
 
     def write_fault(self) -> str:
         """Return why the server stores nothing until it is started again; empty when it does, or gives no answer."""
@@ -121,7 +123,7 @@ class EmbeddedServer:
         self._reader = ReaderLock(self.directory) if read_only else None
         self.config, self._extra = config, list(extra)
         self._process: subprocess.Popen[bytes] | None = None
-        self._url, self.monitor = "", Monitor()
+        self._url, self.monitor = "", Monitor("" if read_only else config.monitoring)
         self._max_stored = 0  # Limit of the store since the last start: a running server accepts no other one
         self._kept: KeptPort | None = None
 

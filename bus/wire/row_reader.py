@@ -11,6 +11,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.message_format import check_open
 from tidemill.bus.wire.rows import (
     Attempt,
+    AutoscaleRow,
     EndRow,
     Holder,
     Key,
@@ -138,7 +139,7 @@ _ROWS: Mapping[str, Mapping[str, type]] = {
     "live": {"*": LiveRow},
     "weights": {"snapshot": VersionRow, "v.*": VersionRow, "want": _WantedVersion, "evicted": _Evicted, "turn": _Turn},
     "keys": {"admin": _Secret},
-    "wanted": {"*": _Replicas},
+    "wanted": {subjects.AUTOSCALE_KEY: AutoscaleRow, "*": _Replicas},
 }
 
 

@@ -93,6 +93,8 @@ class LiveRow:
     """Address at which an engine receives handles of weights (``ipc://...``), if it does."""
     place: Text = ""
     """Domain of shared memory of an engine that receives handles; engines with equal ones can share memory."""
+    release: Text = ""
+    """Version of the package that it runs; empty = one that did not report it."""
     unreadable: Text = ""
     """Messages and rows that it passed over (``bus/client/jetstream.py``); empty = none."""
     rollouts: tuple[Text, ...] = ()
@@ -147,6 +149,20 @@ class ReaderRow:
     """Name of the process that reads; a process that starts takes over."""
     given_up: bool = False
     """True when trimming stopped waiting for it, because the stream was too full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscaleRow:
+    """The row of the autoscaler that decides."""
+
+    owner: Text
+    """Nonce of its process."""
+    reason: Text
+    """Reason for the present numbers, or for the last change."""
+    counts: dict[Text, Natural] = field(default_factory=dict)
+    """Desired numbers of all hosts together that it has written, by role."""
+    beats: Natural = 0
+    """Increases with every renewal."""
 
 
 class Phase(StrEnum):

@@ -20,6 +20,8 @@ END_KEY = "end"  # Row of the bucket ``run``: the end of the run, ``tidemill.bus
 BEST_KEY = "best"  # Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint
 # Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``
 SETTINGS_KEY = "settings"
+# Row of the bucket ``wanted`` with the autoscaler that decides: of three parts, so that its renewals wake no host
+AUTOSCALE_KEY = "autoscale.of.all"
 REFUSED_KEY = "refused"  # Rows ``refused.<actor>`` of the bucket ``run``: ``tidemill.learner.buffer.senders.Refusal``
 
 MESSAGE_ID = "Nats-Msg-Id"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.client.addresses import parse
+from tidemill.bus.exit_codes import CRASHED, DONE, FINAL, NOT_IN_TIME
 from tidemill.launch.settings.run_paths import config_file
 
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
@@ -98,6 +99,21 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def add_bus(parser: argparse.ArgumentParser) -> None:
     """Add --bus, without which the process has nothing to do."""
     parser.add_argument("--bus", required=True, type=bus_url, metavar="URL", help="NATS URL, nats://host:port")
+
+
+def add_drained_code(parser: argparse.ArgumentParser) -> None:
+    """Add --drained-code, so that schedulers can tell a drained process from one whose run is done."""
+    text = "exit code when a signal has drained it before the end of the run (default 0)"
+    parser.add_argument("--drained-code", type=_drained_code, default=DONE, metavar="N", help=text)
+
+
+def _drained_code(text: str) -> int:
+    """Return a code of a drained process. Raises ArgumentTypeError for one with another meaning."""
+    taken = {CRASHED, NOT_IN_TIME, *FINAL}
+    if not (text.isascii() and text.isdigit() and int(text) < 126 and int(text) not in taken):
+        want = f"0 to 125, and none of {', '.join(map(str, sorted(taken)))}"
+        raise argparse.ArgumentTypeError(f"want {want}, got {text[:40]!r}")
+    return int(text)
 
 
 def add_until_end(parser: argparse.ArgumentParser) -> None:

@@ -6,16 +6,18 @@ import argparse
 import asyncio
 import os
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from rich.console import Console
 
-from tidemill.actors.engines.membership import CONFIG_KEY, host_name
+from tidemill.actors.engines.membership import CONFIG_KEY, connected, host_name
+from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening, add_probes, add_run, add_until_end
-from tidemill.launch.cli.find_run import change
+from tidemill.launch.cli.find_run import change, read_until_drained
 from tidemill.launch.cli.inputs import (
     check_loaded,
     children_arguments,
@@ -26,7 +28,7 @@ from tidemill.launch.cli.inputs import (
     with_probes,
 )
 from tidemill.launch.run import desired, process
-from tidemill.launch.run.access import address_line, allowed
+from tidemill.launch.run.access import OPERATOR, address_line, allowed
 from tidemill.launch.run.desired import ROLES, DesiredRoles, LiveHost
 from tidemill.launch.run.directory import HostExists, only_one
 from tidemill.launch.run.host import ROLE, HostLearner, Machine, run_host, users_in
@@ -119,13 +121,40 @@ def add_scale(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--host", default="", help="on this host, independent of the others")
     where.add_argument("--pool", default="", help="on all hosts of this pool together")
+    parser.add_argument("--autoscale", action="store_true", help="decide until stopped: engines=1..8 actors=2..16")
+    parser.add_argument("--settle", type=float, default=60.0, metavar="S", help="seconds between its changes, at least")
     parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: of all hosts")
 
 
 def run_scale(args: argparse.Namespace) -> int:
     """Set the desired numbers of engines and actors, if any are given, and print them. Returns 0. Raises ValueError."""
+    if args.autoscale:
+        return _autoscale(args)
     args.counts = desired.parse(args.wanted)
     return change(args, show_scale)
+
+
+def _autoscale(args: argparse.Namespace) -> int:
+    """Decide on the numbers of all hosts together until drained. Returns the exit code. Raises ValueError."""
+    from tidemill.launch.deploy import autoscale
+    from tidemill.launch.deploy.autoscaler import Autoscaler
+
+    if args.host or args.pool:
+        raise ValueError("--autoscale: want no --host or --pool with it: it decides for all hosts together")
+    if not 0 < args.settle < 1e6:
+        raise ValueError(f"--settle: want seconds > 0, got {args.settle:g}")
+    bounds = autoscale.parse(args.wanted)
+
+    async def body(url: str, run: str, draining: asyncio.Event) -> None:
+        if args.ended:
+            raise ValueError(f"--autoscale: want a run that goes on, but {run} is over")
+        async with AsyncExitStack() as stack:
+            bus = await connected(stack, url, run, BusConfig(), name="autoscaler", draining=draining)
+            if bus is not None:
+                async with until_end(url, run, draining, name="autoscaler", on=True):
+                    await Autoscaler(bus, bounds, settle_s=args.settle).run(draining)
+
+    return read_until_drained(args, body, name="", user=OPERATOR)
 
 
 async def _asks_scorers(bus: Bus) -> bool:

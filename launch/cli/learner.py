@@ -3,11 +3,13 @@
 import argparse
 import asyncio
 import os
+from typing import TYPE_CHECKING
 
-from tidemill.bus.exit_codes import CRASHED, DONE, FINAL, NOT_IN_TIME
+from tidemill.bus.exit_codes import DONE, WRONG_USE
 from tidemill.launch.cli.arguments import (
     add_bus,
     add_config,
+    add_drained_code,
     add_from_checkpoint,
     add_listening,
     add_probes,
@@ -25,6 +27,11 @@ from tidemill.launch.cli.inputs import (
 )
 from tidemill.launch.run.access import LEARNER
 from tidemill.launch.settings.extras import require
+from tidemill.launch.settings.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from tidemill.launch.deploy.launchers import Launched
+    from tidemill.launch.run.learner_process import NodePlace
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +59,7 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0, the leader")
     add_listening(parser)
+    add_drained_code(parser)
     add_probes(parser)
     parser.add_argument(
         "--shadow",
@@ -59,24 +67,8 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="train on the steps of the run with the settings of this command, as run RUN-NAME; push to no engine",
     )
-    parser.add_argument(
-        "--drained-code",
-        type=drained_code,
-        default=DONE,
-        metavar="N",
-        help="exit code when a signal has drained it before the last step (default 0, as at the end)",
-    )
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
-
-
-def drained_code(text: str) -> int:
-    """Return a code of a drained learner. Raises ArgumentTypeError for one with another meaning."""
-    taken = {CRASHED, NOT_IN_TIME, *FINAL}
-    if not (text.isascii() and text.isdigit() and int(text) < 126 and int(text) not in taken):
-        want = f"0 to 125, and none of {', '.join(map(str, sorted(taken)))}"
-        raise argparse.ArgumentTypeError(f"want {want}, got {text[:40]!r}")
-    return int(text)
 
 
 def _add_child(parser: argparse.ArgumentParser) -> None:
@@ -102,9 +94,26 @@ def _run_learner(args: argparse.Namespace) -> int:
     if config is None:
         return 0
     require("learner")
-    from tidemill.launch.run.learner_process import node_place
+    from tidemill.launch.deploy import launchers, rank_parents
+    from tidemill.launch.run.learner_process import NodePlace, node_place
 
-    place = node_place(config.learner.nodes, args.node_rank, os.environ)
+    by_launcher = args.node_rank is None
+    place = launchers.rank_process(config, os.environ, os.getppid()) if by_launcher else None
+    if place is not None and place.local_rank > 0:
+        return _run_parent(args, config, place)
+    if place is None:
+        return _run_node(args, node_place(config.learner.nodes, args.node_rank, os.environ), None)
+    try:
+        return _run_node(args, NodePlace(place.nodes, place.node), place)
+    except (ValueError, SystemExit) as refused:
+        code = refused.code if isinstance(refused, SystemExit) else getattr(refused, "exit_code", WRONG_USE)
+        asyncio.run(rank_parents.end_all(place, int(code or 0)))
+        raise
+
+
+def _run_node(args: argparse.Namespace, place: "NodePlace", launched: "Launched | None") -> int:
+    """Run this node's part of the learner. ``launched``: the place of this process in a launcher with one a rank."""
+    config = loaded_config(args).config
     if place.nodes == 1 and (args.host or args.advertise):
         raise ValueError("--host, --advertise: want --nodes N > 1, got one node: nothing of it listens on the network")
     if place.nodes != config.learner.nodes:
@@ -114,24 +123,53 @@ def _run_learner(args: argparse.Namespace) -> int:
         loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
         check_loaded(args, loaded, starts_workers=False, resumes=True)
     config = with_iteration(args, loaded_config(args)).config
+    from tidemill.launch.deploy import rank_parents
     from tidemill.launch.run import learner_process, process, run_end
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
     address, words = bus_address(args, config, LEARNER), children_arguments(args)
     end = run_end.LearnerEnd(config, address, leads=place.rank == 0)
 
-    async def body(draining: asyncio.Event) -> None:
+    async def work(draining: asyncio.Event, starts: learner_process.RankStarts) -> None:
         async with end.noted(draining):
             if place.nodes == 1:
-                await learner_process.run_learner(config, address, args.id, words, draining)
+                await learner_process.run_learner(config, address, args.id, words, draining, starts=starts)
                 return
             from tidemill.launch.run import learner_nodes
 
             node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
-            await learner_nodes.run_agent(config, address, node, words, draining)
+            await learner_nodes.run_agent(config, address, node, words, draining, starts=starts)
 
-    code = process.run(with_probes(args, body), drain_s=config.up.drain_s + 5, uvloop=False)
-    return args.drained_code if code == DONE and end.drained else code
+    def code() -> int:
+        return args.drained_code if end.drained else DONE
+
+    async def body(draining: asyncio.Event) -> None:
+        async with rank_parents.started(launched, config, draining, code=code) as starts:
+            if starts is None:
+                end.drained = True
+            else:
+                await work(draining, starts)
+
+    ended = process.run(with_probes(args, body), drain_s=config.up.drain_s + 5, uvloop=False)
+    return code() if ended == DONE else ended
+
+
+def _run_parent(args: argparse.Namespace, config: RunConfig, place: "Launched") -> int:
+    """Be the parent of one rank, for the process of local rank 0. Returns the exit code that the latter has."""
+    from tidemill.launch.deploy import rank_parents
+    from tidemill.launch.run import process
+
+    process.set_up_logging("learner", f"local rank {place.local_rank}")
+    code: int | None = None
+
+    async def body(draining: asyncio.Event) -> None:
+        nonlocal code
+        code = await rank_parents.run_parent(place, config, draining)
+
+    ended = process.run(body, drain_s=config.up.drain_s + rank_parents.BEHIND_S, uvloop=False)
+    if ended != DONE:
+        return ended
+    return args.drained_code if code is None else code
 
 
 def _run_feeder(args: argparse.Namespace) -> int:

@@ -19,15 +19,23 @@ def add_bus(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
     parser.add_argument("--auth-dir", default="", metavar="DIR", help="directory of their passwords: bus.auth_dir")
+    parser.add_argument("--make-users", action="store_true", help="write that directory, and end without a bus")
     add_probes(parser)
 
 
 def run_bus(args: argparse.Namespace) -> int:
     """Run the embedded nats-server, or a cluster, until it is drained. Returns the exit code of ``process.run``."""
-    args.set += ["bus.auth=true"] if args.auth or args.auth_dir else []
+    args.set += ["bus.auth=true"] if args.auth or args.auth_dir or args.make_users else []
     args.set += [f"bus.auth_dir={args.auth_dir}"] if args.auth_dir else []
     config = unprinted_config(args)
     if config is None:
+        return 0
+    if args.make_users:
+        from tidemill.bus.server.auth import make_users
+        from tidemill.launch.run.access import auth_dir
+
+        make_users(auth_dir(config), config.run, config.bus)
+        print(f"users of run {config.run} in {auth_dir(config)}")
         return 0
     from tidemill.launch.run import bus_process, process
 
@@ -79,10 +87,10 @@ def run_router(args: argparse.Namespace) -> int:
         raise ValueError("want --bus URL, --worker URL, or both")
     if args.host == AUTO and not args.bus:
         raise ValueError("--host: auto needs --bus; want an address")
-    if args.probes and not args.bus:
-        raise ValueError("--probes: want --bus with it, got none; a router without a bus answers GET /health itself")
     if args.until_end and not args.bus:
         raise ValueError("--until-end: want --bus URL with it, got none")
+    if args.probes and not args.bus:
+        raise ValueError("--probes: want --bus with it, got none; a router without a bus answers GET /health itself")
     router_id = process_id(args)
     process.set_up_logging("router", router_id)
     address = bus_address(args, None, router_id) if args.bus else ""

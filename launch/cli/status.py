@@ -90,6 +90,7 @@ async def read_status(bus: Bus) -> JsonObject:
         "evaluations": [summary.scores_line(record) for record in plans.evaluated.values()],
         "best": (await run_rows.read(subjects.BEST_KEY))[0],  # best version with a checkpoint, by `eval.best`
         "end": (await run_rows.read(subjects.END_KEY))[0],  # None while the run goes on
+        "autoscale": (await bus.rows("wanted").read(subjects.AUTOSCALE_KEY))[0],
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
         "episodes": {name: value for name, value in metrics.items() if name.startswith(_OF_EPISODES)},
@@ -115,6 +116,15 @@ async def read_status(bus: Bus) -> JsonObject:
         "full": await bus.full(),  # why the bus stores nothing; empty while it does
         "unreadable": str(bus.refusals),
     }
+
+
+def releases_of(processes: Sequence[JsonMapping]) -> dict[str, list[str]]:
+    """Return the names of the live processes by the release that they run."""
+    names: dict[str, list[str]] = {}
+    for row in processes:
+        if not row["silent_s"]:
+            names.setdefault(str(row["release"]), []).append(f"{row['role']} {row['id']}")
+    return names
 
 
 def unserved(waiting: Mapping[str, int], alive: Sequence[LiveRow]) -> dict[str, int]:
@@ -153,7 +163,7 @@ def _process(row: LiveRow, age_s: float, alive: Sequence[LiveRow]) -> JsonObject
     ``verified``: a learner or router has reached it at its address (of engines alone). ``unreachable``: the processes
     that do not reach it there, each with its error.
     """
-    names = ("role", "id", "host", "pid", "phase", "waits_for", "trouble", "version")
+    names = ("role", "id", "host", "pid", "phase", "waits_for", "trouble", "version", "release")
     return {
         **{name: getattr(row, name) for name in names},
         "silent_s": round(age_s, 1),
@@ -294,6 +304,8 @@ def print_status(console: Console, status: JsonObject) -> None:
         console.print(f"best checkpoint {summary.best_in_words(status['best'])}", markup=False)
     if status["end"]:
         console.print(_end_in_words(status["end"]), markup=False)
+    if status["autoscale"]:
+        console.print(f"autoscaler: {plain(status['autoscale']['reason'])}", markup=False)
     if skipped := status["minibatches_skipped"]:
         console.print(
             f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)"
@@ -314,6 +326,9 @@ def print_status(console: Console, status: JsonObject) -> None:
         kept = "given up" if cursor["given_up"] else kept
         console.print(f"cursor  {name} at {cursor['floor']}, {cursor['behind']} messages behind; {kept}", markup=False)
     _print_processes(console, status)
+    if len(releases := releases_of(status["processes"])) > 1:
+        text = "; ".join(f"{release or 'not reported'}: {', '.join(names)}" for release, names in releases.items())
+        console.print(f"releases differ (docs/upgrading.md): {text}", style="yellow", markup=False)
     passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]}
     for where, text in (*passed_over.items(), ("here", status["unreadable"])):
         if text:

@@ -13,6 +13,7 @@ from tidemill.launch.cli.arguments import (
     add_allow,
     add_bus,
     add_config,
+    add_drained_code,
     add_listening,
     add_probes,
     add_until_end,
@@ -31,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", default="", help="name of the run; needed on a bus with several, without --config")
     parser.add_argument("--id", default="", help="its name on the bus")
     add_until_end(parser)
+    add_drained_code(parser)
     parser.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus")
     add_allow(parser)
     add_probes(parser)
@@ -76,17 +78,22 @@ def run(args: argparse.Namespace) -> int:
     accepted = allowed(args.allow, os.environ, replaced=changed)
     local = workers.LocalSettings(allowed=accepted, changed=changed, **listen)
     unreachable: list[BusUnavailable] = []
+    is_drained, has_run_ended = False, asyncio.Event()
 
     async def body(draining: asyncio.Event) -> None:
+        nonlocal is_drained
         try:
             await workers.reach_bus(address, role, draining, wait_s=args.wait)
         except BusUnavailable as error:
             unreachable.append(error)
             return
-        async with run_end.until_end(address, run_name, draining, name=role, on=args.until_end):
+        async with run_end.until_end(address, run_name, draining, name=role, on=args.until_end, ended=has_run_ended):
             await work(config, run_name, address, id, draining, local)
+        is_drained = draining.is_set() and not has_run_ended.is_set()
 
     code = process.run(with_probes(args, body), drain_s=drain_s)
+    if code == exit_codes.DONE and is_drained:
+        code = args.drained_code
     if unreachable:
         print(f"{exit_codes.LINE}{unreachable[0]} (--wait)", file=sys.stderr)
     return exit_codes.CRASHED if unreachable else code

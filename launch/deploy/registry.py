@@ -23,7 +23,7 @@ from tidemill.bus.wire.rows import LiveRow
 _API = "$JS.API.STREAM"
 _ANSWER_S = 5.0
 _AT_ONCE = 16
-_STREAMS = (*("TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD", "TRAINED"),)
+_STREAMS = ("TASKS", r"SAMPLES(?:-\d+of\d+)?", "PLAN", "PARTIALS", "TURNS", "DEAD", "TRAINED")
 _STREAM = re.compile(
     rf"TM_({RUN_NAME.pattern})_({'|'.join(_STREAMS)})|KV_TM_({RUN_NAME.pattern})_({'|'.join(subjects.BUCKETS)})"
 )

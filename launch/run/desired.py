@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tidemill.bus.client.rows import Row, Value
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.subjects import token
+from tidemill.bus.wire.subjects import AUTOSCALE_KEY, token
 
 ROLES = ("engine", "scorer", "actor")  # Roles in the order in which their processes are started
 ALL = "all"
@@ -45,6 +45,10 @@ class DesiredRoles:
         """Largest revision of the rows; it increases with every change."""
         return max((revision for _, revision in self.rows.values()), default=0)
 
+    def total(self, role: str) -> int:
+        """Return the number of all hosts together."""
+        return self._count(ALL, role)
+
     def _of(self, role: str, host: LiveHost, hosts: Sequence[LiveHost]) -> int:
         row = self._row_for(role, host)
         if row == host_key(host.name):
@@ -78,7 +82,8 @@ def pool_key(pool: str) -> str:
 
 async def read(bus: Bus) -> DesiredRoles:
     """Return the desired numbers as they are now. Raises BusUnavailable."""
-    return DesiredRoles(await bus.rows("wanted").all())
+    rows = await bus.rows("wanted").all()
+    return DesiredRoles({key: row for key, row in rows.items() if key != AUTOSCALE_KEY})
 
 
 async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:

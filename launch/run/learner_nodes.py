@@ -30,7 +30,15 @@ from tidemill.launch.devices.demand import rank_variables, want_of
 from tidemill.launch.devices.placement import place as place_processes
 from tidemill.launch.devices.shapes import Device, Node, PlacementRefused, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
-from tidemill.launch.run.learner_process import LearnerRow, NodePlace, capabilities_of, publishing, uploading
+from tidemill.launch.run.learner_process import (
+    HERE,
+    LearnerRow,
+    NodePlace,
+    RankStarts,
+    capabilities_of,
+    publishing,
+    uploading,
+)
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints.node_copies import Keeper, Ring
 from tidemill.learner.errors import NodeRefused
@@ -64,12 +72,18 @@ class Given:
 
 
 async def run_agent(
-    config: RunConfig, bus_url: str, node_arguments: Given, arguments: Sequence[str], draining: asyncio.Event
+    config: RunConfig,
+    bus_url: str,
+    node_arguments: Given,
+    arguments: Sequence[str],
+    draining: asyncio.Event,
+    *,
+    starts: RankStarts = HERE,
 ) -> None:
     """Run this node's part of the learner until drained. The leader publishes the configuration."""
     place = node_arguments.place
     addresses = await asyncio.to_thread(_addresses, bus_url, node_arguments, config)
-    node = await asyncio.to_thread(this_node, os.environ)
+    node = await asyncio.to_thread(this_node, os.environ) if starts.node is None else starts.node
     devices = _own_devices(node, config)
     row = NodeRow(
         node=place.rank,
@@ -96,7 +110,9 @@ async def run_agent(
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()))
         on_sigterm = shown.rank_drains
-        work = NodeWork(config, arguments, node, devices, reach=addresses, place=place, on_sigterm=on_sigterm)
+        work = NodeWork(
+            config, arguments, node, devices, reach=addresses, place=place, on_sigterm=on_sigterm, starts=starts
+        )
         limits = Limits(wait_s=config.learner.nodes_wait_s)
         await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
 
@@ -114,8 +130,10 @@ class NodeWork:
         reach: Reach,
         place: NodePlace,
         on_sigterm: Callable[[], None],
+        starts: RankStarts = HERE,
     ) -> None:
         """``devices``: those that ranks may have. ``reach``: this node's addresses."""
+        self._starts = starts
         self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
         self._interface = interface_of(_bound(reach))
         self._place, self._on_sigterm = place, on_sigterm
@@ -192,6 +210,7 @@ class NodeWork:
         network = network_variables(self._interface, os.environ)
         if self._place.rank > 0:  # the run's settings have an address of the leader
             network |= {SENDS_FROM: self._reach.bind, SENDS_AS: self._reach.advertised}
+        variables = [rank_variables(self._node, place, self._config, os.environ) | network for place in places]
         await run_part(
             self._arguments,
             part,
@@ -200,7 +219,8 @@ class NodeWork:
             drain_s=self._config.up.drain_s,
             on_step=on_step,
             on_sigterm=self._on_sigterm,
-            variables=[rank_variables(self._node, place, self._config, os.environ) | network for place in places],
+            variables=self._starts.bound(variables),
+            start_rank=self._starts.start,
         )
 
 
@@ -210,9 +230,7 @@ def network_variables(interface: str, environment: Mapping[str, str]) -> dict[st
     NCCL takes a name as a prefix unless it begins with ``=``. Source: NCCL's documentation, NCCL_SOCKET_IFNAME.
     """
     names = {GLOO: interface, NCCL: f"={interface}"} if interface else {}
-    variables = {name: value for name, value in names.items() if name not in environment}
-    # Under torchrun, torch would take the store that torchrun's agent serves, which is not the store of this attempt.
-    return variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return {name: value for name, value in names.items() if name not in environment}
 
 
 def _addresses(bus_url: str, node_arguments: Given, config: RunConfig) -> Reach:

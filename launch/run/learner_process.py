@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, default_id
 from tidemill.bus.errors import BusError
@@ -18,14 +19,17 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import Capabilities, LiveRow, NodeRow, Phase
 from tidemill.launch.devices.demand import rank_variables, want_of
 from tidemill.launch.devices.placement import place
-from tidemill.launch.devices.shapes import Device
-from tidemill.launch.devices.visible import nccl_of, this_node
+from tidemill.launch.devices.shapes import Device, Node
+from tidemill.launch.devices.visible import VARIABLE, nccl_of, this_node
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
 from tidemill.launch.run.workers import LONG_WAIT_S
 from tidemill.launch.settings.config_loader import SettingsError
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.run_row import to_row
 from tidemill.weightstore.store.registry import EVICTED, VersionRegistry
+
+if TYPE_CHECKING:
+    from tidemill.learner.ranks.process import StartRank
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +49,37 @@ async def began_with(config: RunConfig, bus_url: str, *, role: str = "") -> Json
     return None if row is None else row[0]
 
 
-async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStarts:
+    """How the ranks of this node are started, where a launcher has a process for each."""
+
+    start: "StartRank | None" = None
+    """None = they are children of this process."""
+    node: Node | None = None
+    """This node with the accelerators of all its processes; None = with those that this process sees."""
+    own: tuple[str, ...] = ()
+    """Accelerator of each rank, where its process sees no other; empty = all see all."""
+
+    def bound(self, variables: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+        """Return the variables of each rank with its accelerator alone, where its process sees no other."""
+        if not self.own:
+            return [dict(values) for values in variables]
+        pairs = zip(variables, self.own, strict=True)
+        return [{**values, VARIABLE: uuid, "LOCAL_RANK": "0"} for values, uuid in pairs]
+
+
+HERE = RankStarts()
+
+
+async def run_learner(
+    config: RunConfig,
+    bus_url: str,
+    id: str,
+    arguments: list[str],
+    draining: asyncio.Event,
+    *,
+    starts: RankStarts = HERE,
+) -> None:
     """Run feeder and ranks; publish the run's configuration, for actors with only the bus's address, and a live row.
 
     The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises
@@ -60,7 +94,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         await asyncio.to_thread(clean, config.checkpoints)
     variables, capabilities = [dict[str, str]()], Capabilities()
     if not config.debug.rollout_only:
-        variables, capabilities = await asyncio.to_thread(place_ranks, config)
+        variables, capabilities = await asyncio.to_thread(place_ranks, config, starts)
     host, pid = socket.gethostname(), os.getpid()
     row = LiveRow(role="learner", id=id or "learner", host=host, pid=pid, phase="working", capabilities=capabilities)
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
@@ -81,6 +115,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
                 drain_s=config.up.drain_s,
                 variables=variables,
                 on_sigterm=shown.rank_drains,
+                start_rank=starts.start,
             )
 
 
@@ -109,15 +144,15 @@ async def uploading(bus: Bus, config: RunConfig, *, node: int = 0) -> AsyncItera
         yield
 
 
-def place_ranks(config: RunConfig) -> tuple[list[dict[str, str]], Capabilities]:
+def place_ranks(config: RunConfig, starts: RankStarts = HERE) -> tuple[list[dict[str, str]], Capabilities]:
     """Return variables and devices of each rank, the latter for the learner's live row. Raises DeviceError."""
-    node = this_node(os.environ)
+    node = starts.node or this_node(os.environ)
     ranks = place([node], want_of(config, node, learner=True, engines=0)).ranks
     variables = [rank_variables(node, rank, config, os.environ) for rank in ranks]
     used = [device for device in node.devices if any(device.uuid == rank.uuid for rank in ranks)]
     if used:
         log.info("devices ranks=%s", ",".join(rank.uuid for rank in ranks))
-    return variables, capabilities_of(used)
+    return starts.bound(variables), capabilities_of(used)
 
 
 def capabilities_of(devices: Sequence[Device]) -> Capabilities:

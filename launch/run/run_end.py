@@ -50,18 +50,25 @@ async def wait_ended(bus: Bus) -> EndRow:
 
 
 def until_end(
-    bus_url: str, run: str, draining: asyncio.Event, *, name: str, on: bool
+    bus_url: str, run: str, draining: asyncio.Event, *, name: str, on: bool, ended: asyncio.Event | None = None
 ) -> AbstractAsyncContextManager[None]:
-    """While entered, set ``draining`` when the run has ended, if ``on``. ``run``: empty = the one of the bus."""
-    return beside(*([_drain_at_end(bus_url, run, draining, name=name)] if on else []))
+    """While entered, set ``draining``, and ``ended`` before it, when the run has ended, if ``on``.
+
+    ``run``: empty = the one of the bus.
+    """
+    return beside(*([_drain_at_end(bus_url, run, draining, ended, name=name)] if on else []))
 
 
-async def _drain_at_end(bus_url: str, run: str, draining: asyncio.Event, *, name: str) -> None:
+async def _drain_at_end(
+    bus_url: str, run: str, draining: asyncio.Event, ended: asyncio.Event | None, *, name: str
+) -> None:
     run = run or await found_run(bus_url, name, draining)
     if run:
         async with connect(bus_url, run, BusConfig(), name=name, wait_s=LONG_WAIT_S) as bus:
             end = await wait_ended(bus)
         log.info("the run has ended, so this process drains outcome=%s reason=%s", end.outcome, end.reason)
+        if ended is not None:
+            ended.set()
         draining.set()
 
 

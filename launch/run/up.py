@@ -238,8 +238,8 @@ class Up:
             if not self._config.debug.trains_only:
                 for name, arguments in servers.commands(self._config).items():
                     self._supervisor.keep(name, arguments)
-            leads = [] if self._config.learner.nodes == 1 else ["--node-rank", "0"]
-            words = [*self._arguments("learner"), "--bus", url, "--checked", *leads]
+            # Node 0 whatever a launcher's variables say: this learner is no process of a launcher.
+            words = [*self._arguments("learner"), "--bus", url, "--checked", "--node-rank", "0"]
             learner = self._supervisor.keep("learner", words, finishes=True)
             self._host = Host(
                 bus,

@@ -8,9 +8,9 @@ import asyncio
 import hmac
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import zmq
 import zmq.asyncio
@@ -64,12 +64,16 @@ class FeedKeys:
         return reading
 
     @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the keys in the map of ``asdict``."""
+        return cls(**{**values, "others_public": tuple(values.get("others_public", ()))})
+
+    @classmethod
     def read(cls, descriptor: int) -> Self:
         """Return the keys from an inherited descriptor, and close it. Raises ValueError when it has none."""
         try:
             with os.fdopen(descriptor) as file:
-                values = json.load(file)
-            return cls(**values | {"others_public": tuple(values.get("others_public", ()))})
+                return cls.of(json.load(file))
         except (OSError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"--feeder-keys {descriptor}: want an inherited descriptor with the keys of this start: {error}"

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,10 @@ def _flags(interface: Path) -> int:
 
 
 STOP_S = 2.0  # between SIGTERM and SIGKILL for the children of a failed learner; all that must last is stored already
+
+
+StartRank = Callable[[int, str, Sequence[str], Mapping[str, str], FeedKeys, int], Awaitable[Child]]
+"""Starts a rank of this node: with the arguments of ``start_here``."""
 
 
 class ChildFailed(LearnerError):
@@ -104,6 +108,7 @@ async def run_learner(
     drain_s: float = 600.0,
     variables: Sequence[Mapping[str, str]] = (),
     on_sigterm: Callable[[], None] = lambda: None,
+    start_rank: StartRank | None = None,
 ) -> None:
     """Run feeder and ranks on one machine; ends and raises as ``run_part``, which has the other arguments."""
     with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
@@ -124,6 +129,7 @@ async def run_learner(
             drain_s=drain_s,
             variables=variables,
             on_sigterm=on_sigterm,
+            start_rank=start_rank,
         )
 
 
@@ -137,31 +143,29 @@ async def run_part(
     variables: Sequence[Mapping[str, str]] = (),
     on_step: Callable[[], None] = lambda: None,
     on_sigterm: Callable[[], None] = lambda: None,
+    start_rank: StartRank | None = None,
 ) -> None:
     """Run the processes of a node until all have succeeded, or have drained after ``draining``.
 
     ``arguments``: of ``python -m tidemill feeder`` and ``rank``. ``variables``: further environment of each rank.
-    ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as one has received SIGTERM. Raises
+    ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as one has received SIGTERM.
+    ``start_rank``: None = they are children of this process. Raises
     ChildFailed when a child fails or does not drain within ``drain_s``, after the others have ended; a child with a
     final exit code is named first, because the failures of the others follow from it.
     """
-    # -P: a file in the user's directory with the name of one of our imports must not be taken for it (decision 056).
-    command = [sys.executable, "-P", "-m", "tidemill"]
     feeder: Child | None = None
     ranks: list[Child] = []
     try:
         if part.listen:
-            words = [*command, "feeder", *arguments, "--feeder-url", part.listen]
+            words = ["feeder", *arguments, "--feeder-url", part.listen]
             words += ["--epoch", str(part.epoch)] if part.epoch else []
-            feeder = await start_child("feeder", words, {}, part.keys.for_feeder())
+            feeder = await start_here(0, "feeder", words, {}, part.keys.for_feeder())
         with progress_noted(on_step, on_sigterm) as progress:
             for local in range(part.num_ranks):
                 environment = {**_rank_environment(part, local, threads), **(variables[local] if variables else {})}
-                words = [*command, "rank", *arguments, "--feeder-url", part.feeder_url]
+                name, words = f"rank {part.first_rank + local}", ["rank", *arguments, "--feeder-url", part.feeder_url]
                 ranks.append(
-                    await start_child(
-                        f"rank {part.first_rank + local}", words, environment, part.keys.for_ranks(), progress
-                    )
+                    await (start_rank or start_here)(local, name, words, environment, part.keys.for_ranks(), progress)
                 )
             await watch_children(feeder, ranks, draining, drain_s)
     except ChildFailed as first:
@@ -170,6 +174,14 @@ async def run_part(
         raise next((failure_of(child) for child in children if child.returncode in exit_codes.FINAL), first) from None
     finally:
         await end_children([*([feeder] if feeder else []), *ranks])
+
+
+async def start_here(
+    local: int, name: str, arguments: Sequence[str], environment: Mapping[str, str], keys: FeedKeys, progress: int = -1
+) -> Child:
+    """Start ``tidemill ARGUMENTS`` as a child of this process, whatever its number on this node."""
+    # -P: a file in the user's directory with the name of one of our imports must not be taken for it (decision 056).
+    return await start_child(name, [sys.executable, "-P", "-m", "tidemill", *arguments], environment, keys, progress)
 
 
 async def start_child(
@@ -267,6 +279,8 @@ def _rank_environment(part: NodePart, local: int, threads: int) -> dict[str, str
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic cuBLAS reads it when CUDA is initialised
+        # Under torchrun, torch would take the store that torchrun's agent serves, which is not the store of this start.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # gives the order of kernels that Megatron's tensor parallelism relies on
         **loopback_variables(os.environ),
     }

@@ -27,7 +27,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.messages import Done
 
-WARM_STEPS = 30
+WARM_STEPS = 100  # Responses become shorter while the run learns, most of all at its begin
 ASK_S = 10.0
 
 

@@ -1,10 +1,10 @@
 """A run of weeks in an hour: small steps, every fault in turn, and what grows with them.
 
 `tidemill up` of the smoke run. After every `--every` steps the next fault comes: a kill (-9) of actor, engine, rank,
-feeder and nats-server, and a stop of actor, engine and rank for some seconds. At every tenth of the run the memory of
-each process (of the same age or older) and the bytes of its files are noted. It fails when a sample is lost or trained
-twice, when a process is given up, or when memory or files grow from the second to the last quarter by more than
-`--growth`.
+feeder and nats-server, and a stop of actor, engine and rank for some seconds. At every twentieth of the run the memory
+of each process of some seconds and the bytes of its files are noted. It fails when a sample is lost or trained twice,
+when a process is given up, or when memory or files grow from the second to the last quarter by more than `--growth`.
+Not bounded are logs (docs/operating.md), and the log of plans and the rows of versions, which are the run's record.
 """
 
 import argparse
@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,9 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Done
 from tidemill.launch.run.access import BUS_URL_FILE
 
-RUN = "soak"
+RUN, RECORD = "soak", "plans and versions"
+KINDS = (RECORD, "other streams", "checkpoints, others", "logs")
+BLOCK_BYTES = 512  # Unit of ``st_blocks``
 START_S, STOP_S, OLD_S = 300.0, 4.0, 5.0
 ROLES = ("actor", "engine", "learner", "feeder", "rank", "bus", "nats-server")
 FAULTS = (
@@ -39,9 +42,9 @@ FAULTS = (
     *((role, signal.SIGSTOP) for role in ("actor", "engine", "rank")),
 )
 SETTINGS = (
-    *(f"run={RUN}", "learner.checkpoint_every=20", "bus.lease_s=5", "bus.history_samples=2000", "up.require_reward=-1"),
+    *(f"run={RUN}", "learner.checkpoint_every=20", "bus.lease_s=5", "bus.history_samples=500", "up.require_reward=-1"),
     *("up.restarts=1000000", "up.restart_window_s=0.4", "up.dashboard=false", "weights.phase_deadline_s=20"),
-    *("bus.samples_max_bytes=50000000", "bus.trained_max_bytes=5000000"),
+    *("bus.samples_max_bytes=50000000", "bus.trained_max_bytes=500000"),
 )
 """Streams of small bounds, which are reached within the run."""
 
@@ -126,12 +129,13 @@ class Scene:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if old:
                     self.noted[role].append(max(process.memory_info().rss for process in old) / 1e6)
-        files = [path for path in self._directory.rglob("*") if path.is_file()]
-        with contextlib.suppress(OSError):
-            self.noted["files without logs"].append(
-                sum(path.stat().st_blocks * 512 for path in files if path.suffix not in (".log", ".jsonl")) / 1e6
-            )
-            self.noted["number of files"].append(len(files))
+        sizes: Counter[str] = Counter()
+        for root, _, names in os.walk(self._directory):  # passes over directories that are removed meanwhile
+            for path in (Path(root, name) for name in names):
+                with contextlib.suppress(OSError):
+                    sizes[_kind(path)] += path.stat().st_blocks * BLOCK_BYTES
+        for kind in KINDS:
+            self.noted[kind].append(sizes[kind] / 1e6)
 
     def _processes(self, role: str) -> list[psutil.Process]:
         """Return the processes of a role below this run, in the order of their ids."""
@@ -143,6 +147,15 @@ class Scene:
                 if role == program or ("tidemill" in words and words[words.index("tidemill") + 1 :][:1] == [role]):
                     found.append(process)
         return found
+
+
+def _kind(path: Path) -> str:
+    """Return the kind of a file by its place."""
+    if {f"TM_{RUN}_PLAN", f"KV_TM_{RUN}_weights"} & set(path.parts):
+        return RECORD
+    if "streams" in path.parts:
+        return "other streams"
+    return "logs" if path.suffix in (".log", ".jsonl") else "checkpoints, others"
 
 
 def report(directory: Path, code: int, scene: Scene, *, growth: float) -> int:
@@ -158,5 +171,6 @@ def report(directory: Path, code: int, scene: Scene, *, growth: float) -> int:
         quarter = len(values) // 4
         before, after = median(values[quarter : 2 * quarter]), median(values[-quarter:])
         print(f"{name:<20} {before:12.1f} {after:12.1f} {after / before - 1:8.1%}")
-        failed = failed or after / before - 1 > growth
+        failed = failed or (name not in (RECORD, "logs") and after / before - 1 > growth)
+    print(f"{RECORD}: {1000 * scene.noted[RECORD][-1] / summary['steps']:.1f} KB a step, kept as long as the run")
     return int(failed)

@@ -18,7 +18,8 @@ from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Done
-from tidemill.launch.run.audit import EVERYTHING, audit, read_cursor
+from tidemill.launch.run.audit import EVERYTHING, audit
+from tidemill.launch.run.checkpoint_cursor import read_cursor
 from tidemill.launch.run.workers import run_prepare
 from tidemill.launch.settings.config_loader import load
 

@@ -73,7 +73,7 @@ class SlurmLab:
         self.directory = directory / "slurm"
         self.directory.mkdir(mode=0o755)
         for above in (directory, directory.parent):  # munge refuses a socket that not every user reaches
-            above.chmod(0o755)
+            above.chmod(above.stat().st_mode & 0o7777 | 0o055)  # /tmp stays writable for all, and sticky
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.lab = Lab(self.directory, LOGIN, *self.nodes)
         self._daemons: list[Started] = []

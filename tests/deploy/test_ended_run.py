@@ -1,5 +1,6 @@
 """A run of processes started one by one, as a launcher starts them: drained, resumed, ended and audited."""
 
+import asyncio
 import json
 import signal
 from pathlib import Path
@@ -8,10 +9,17 @@ import pytest
 
 from tests.chaos.parts import parts
 from tests.launched import run_tidemill
-from tests.whole.running import until_step
+from tests.whole.prepared import made
+from tests.whole.running import SMOKE, until_step
 from tidemill.launch.run.run_end import end_of
 
 STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def prepared(fork_server: None) -> None:
+    """Make model and prompts once, before an event loop that must not be blocked runs."""
+    made(SMOKE)
 
 
 @pytest.mark.slow
@@ -27,13 +35,13 @@ async def test_a_run_is_drained_resumed_and_ends_with_its_workers_and_an_audit(t
             assert await learner.code() == 99, learner.log
             assert await end_of(bus) is None
             assert [worker.process.returncode for worker in workers] == [None, None]
-            early = run_tidemill(*audit)
+            early = await asyncio.to_thread(run_tidemill, *audit)
             assert "the run goes on" in early.out, early.output
             assert await run.start("learner", words=["--drained-code", "99"]).code() == 0
             assert [await worker.code() for worker in workers] == [0, 0]
             end = await end_of(bus)
             assert end is not None and (end.step, end.reason) == (STEPS, "learner.steps")
-        ended = run_tidemill(*audit, "--wait")
+        ended = await asyncio.to_thread(run_tidemill, *audit, "--wait")
         assert ended.returncode == 0, ended.output
         summary = json.loads((tmp_path / "summary.json").read_text())
         assert summary["steps"] == STEPS and summary["ended_by"] == "learner.steps"
@@ -41,6 +49,8 @@ async def test_a_run_is_drained_resumed_and_ends_with_its_workers_and_an_audit(t
         assert (summary["samples_lost"], summary["samples_trained_twice"], summary["books_balance"]) == (0, 0, True)
         assert summary["not_checked"] == [] and "restarts" not in summary and "seconds" not in summary
         run.root.joinpath("checkpoints").rename(tmp_path / "elsewhere")
-        without = run_tidemill(*audit)
+        without = await asyncio.to_thread(run_tidemill, *audit)
         assert without.returncode == 0 and "not checked: trimmed samples" in without.out, without.output
-        assert run_tidemill(*audit, "--checkpoints", str(tmp_path / "elsewhere")).returncode == 0
+        assert (
+            await asyncio.to_thread(run_tidemill, *audit, "--checkpoints", str(tmp_path / "elsewhere"))
+        ).returncode == 0

@@ -97,6 +97,7 @@ async def test_a_drained_learner_knows_whether_its_run_is_done(
         assert end.drained is drained
 
 
+@pytest.mark.usefixtures("fork_server")
 async def test_processes_of_a_run_end_with_it(nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path) -> None:
     """One started without ``--until-end`` stays."""
     async with open_bus() as bus:

@@ -12,7 +12,7 @@ from tests.refusals import refusal
 from tests.waits import turn, until, until_gone
 from tidemill.bus.client.rows import Row, Value
 from tidemill.bus.errors import NotFound, RowConflict, UnreadableRow, WireError
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes, release
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect, raise_epoch
 from tidemill.bus.wire.rows import Capabilities, LiveRow
@@ -129,7 +129,7 @@ async def test_a_process_is_alive_while_its_row_changes(open_bus: BusOpener) -> 
         ):
             await until(lambda: heartbeat.written_s > 0)
             await until(lambda: engine.written_s > 0)
-            assert await view.alive("actor") == [row("a1")]
+            assert await view.alive("actor") == [dataclasses.replace(row("a1"), release=release())]
             stated = Capabilities(
                 ranks=2,
                 peer_snapshots=True,

@@ -17,7 +17,7 @@ from rich.console import Console
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.launched import ROOT, run_tidemill
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, release
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.episode_limits import Budget
@@ -159,6 +159,21 @@ async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpene
         assert wanted in " ".join(text.split()), text
     assert reason in tail, "not only that it failed"
     assert status["tasks"]["given_up"] == {"dead": 1, "stale": 1}
+
+
+async def test_status_names_the_releases_of_processes_while_they_differ(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        old = LiveRow(role="engine", id="e", host="h", pid=1, phase="serving")
+        async with HeartbeatPublisher(bus, replace(old, role="actor", id="a")) as heartbeat:
+            await heartbeat.stored()
+            shown = io.StringIO()
+            print_status(Console(file=shown, width=200), await read_status(bus))
+            assert "releases differ" not in shown.getvalue()
+            async with HeartbeatPublisher(bus, old) as older:
+                older.update(release="0.0.1")
+                await older.stored()
+                print_status(Console(file=shown, width=200), await read_status(bus))
+        assert f"{release()}: actor a; 0.0.1: engine e" in shown.getvalue()
 
 
 async def test_status_names_rollouts_that_no_actor_serves(open_bus: BusOpener) -> None:

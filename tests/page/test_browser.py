@@ -145,8 +145,6 @@ def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
         page = reader.page
         reader.show("samples")
         reader.wait("() => document.querySelector('tr[aria-selected]')")
-        page.click("text=hardest prompts")
-        reader.wait("() => document.querySelector('[aria-label^=Hardest]').getBoundingClientRect().top < innerHeight")
         page.keyboard.press("j")
         reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr')[1].matches('[aria-selected]')")
         seq = page.inner_text("tr[aria-selected] td")
@@ -168,6 +166,8 @@ def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
         page.fill("input[aria-label^='go to']", "#3")
         page.keyboard.press("Enter")
         reader.wait("() => document.querySelector('[aria-label=Samples] tbody td').textContent === '#3'")
+        page.click("text=hardest prompts")
+        reader.wait("() => document.querySelector('[aria-label^=Hardest]').getBoundingClientRect().top < innerHeight")
         reader.show("sample=1&t=1-2")
         assert page.evaluate("document.querySelectorAll('.tokens .quoted').length") == 2
 

@@ -63,7 +63,6 @@ def test_contradictions_are_refused_by_name(nodes: int, rank: int | None, given:
 
 
 def test_what_the_user_has_set_is_left_alone() -> None:
-    always = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert network_variables("eth1", {}) == always | {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    assert network_variables("eth1", {"NCCL_SOCKET_IFNAME": "ib0"}) == always | {"GLOO_SOCKET_IFNAME": "eth1"}
-    assert network_variables("", {}) == always
+    assert network_variables("eth1", {}) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert network_variables("eth1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert network_variables("", {}) == {}

@@ -90,9 +90,10 @@ class RemoteProcess:
         if owner is None:
             return None if self._ended is None else self._ended.code
         try:
-            with contextlib.suppress(RayActorError, TimeoutError):
-                async with asyncio.timeout(within_s + ANSWER_S):
-                    self._ended = await owner.stop.remote(within_s) or self._ended
+            if self._pid:  # else Ray has found no room for it, and would answer nothing
+                with contextlib.suppress(RayActorError, TimeoutError):
+                    async with asyncio.timeout(within_s + ANSWER_S):
+                        self._ended = await owner.stop.remote(within_s) or self._ended
         finally:
             ray.kill(owner, no_restart=True)
         return None if self._ended is None else self._ended.code

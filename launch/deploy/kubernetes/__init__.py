@@ -1,0 +1,1 @@
+"""Runs on Kubernetes: the Helm chart in ``chart``, its rendering in ``base``, the schema of its values."""

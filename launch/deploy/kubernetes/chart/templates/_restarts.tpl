@@ -1,0 +1,10 @@
+{{- /* Codes 2, 76 and 78 are final. 10 is drained (--drained-code), 75 not in time; a lost node is no failure of the program. */ -}}
+{{- define "tidemill.restarts" -}}
+backoffLimit: 1000
+podReplacementPolicy: Failed
+podFailurePolicy:
+  rules:
+  - {action: FailJob, onExitCodes: {operator: In, values: [2, 76, 78]}}
+  - {action: Ignore, onExitCodes: {operator: In, values: [10, 75]}}
+  - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+{{- end }}
