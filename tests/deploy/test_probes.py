@@ -55,10 +55,13 @@ async def process(
 
 
 async def test_an_address_that_cannot_be_bound_ends_the_process_by_name() -> None:
+    async def main(draining: asyncio.Event) -> None:
+        await draining.wait()
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=f"--probes: want .*, got 127.0.0.1:{port}: .*in use"):
-            await probes.probed(asyncio.Event.wait, "127.0.0.1", port, token="")(asyncio.Event())
+            await probes.probed(main, "127.0.0.1", port, token="")(asyncio.Event())
 
 
 async def test_a_process_is_ready_while_it_does_its_work(
