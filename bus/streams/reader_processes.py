@@ -79,8 +79,11 @@ class ShardReaders:
         }
         readers = []
         for shard in range(self._shards):
-            own = {"shard": shard, "checked_before": [seq for seq in checked_before if seq % self._shards == shard]}
-            readers.append(asyncio.create_task(_follow(shard, request | own, arrived), name=f"reader {shard}"))
+            of_shard = {
+                "shard": shard,
+                "checked_before": [seq for seq in checked_before if seq % self._shards == shard],
+            }
+            readers.append(asyncio.create_task(_follow(shard, request | of_shard, arrived), name=f"reader {shard}"))
         behind = [0] * self._shards
         try:
             while True:
