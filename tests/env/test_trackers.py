@@ -4,6 +4,7 @@ traces into MLflow's server, a collector of OpenTelemetry.
 Their packages are beside ours on the path of the command alone (``--trackers``), as those of a user would be.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -60,9 +61,11 @@ async def test_mlflow_has_each_step_once_and_its_run_is_found_again(
         await bus.plans.fence(1)
         await steps(bus, 1, 3)
         await scores(bus, 2)
-        assert export(bus, packages, *words).startswith("3 steps and 1 evaluations given to mlflow, 0 calls failed")
+        ended = await asyncio.to_thread(export, bus, packages, *words)
+        assert ended.startswith("3 steps and 1 evaluations given to mlflow, 0 calls failed")
         await bus.plans.append(Done(epoch=1, step=4, metrics={"data/reward/<b>: '\u202e": 2.0}))
-        assert export(bus, packages, *words).startswith("1 steps and 0 evaluations given to mlflow, which had 4")
+        ended = await asyncio.to_thread(export, bus, packages, *words)
+        assert ended.startswith("1 steps and 0 evaluations given to mlflow, which had 4")
         run = bus.run
     logged = rows(database, "SELECT key, step, value FROM metrics WHERE key NOT LIKE 'last/%' ORDER BY key, step")
     assert logged == [
@@ -80,9 +83,9 @@ async def test_trackio_has_the_steps(open_bus: BusOpener, tmp_path: Path, packag
         await bus.plans.fence(1)
         await steps(bus, 1, 2)
         await scores(bus, 1)
-        export(bus, packages, *words, TRACKIO_DIR=str(tmp_path))
+        await asyncio.to_thread(export, bus, packages, *words, TRACKIO_DIR=str(tmp_path))
         await steps(bus, 3, 3)
-        export(bus, packages, *words, "--from-step", "3", TRACKIO_DIR=str(tmp_path))
+        await asyncio.to_thread(export, bus, packages, *words, "--from-step", "3", TRACKIO_DIR=str(tmp_path))
         run = bus.run
     logged = rows(tmp_path / "tide.db", "SELECT run_name, step, metrics FROM metrics ORDER BY id")
     values: list[tuple[int, Mapping[str, float]]] = [(step, json.loads(text)) for _, step, text in logged]  # type: ignore[call-overload, misc]
@@ -137,7 +140,8 @@ async def test_traces_arrive_at_a_collector(open_bus: BusOpener, collector: tupl
     async with open_bus() as bus:
         await written(bus, one(bus, 0), one(bus, 1))
         words = ("traces", "--option", f"endpoint={endpoint}", "--option", "every=1")
-        done = export(bus, packages, *words, OTEL_EXPORTER_OTLP_HEADERS="x-mlflow-experiment-id=0")
+        header = "x-mlflow-experiment-id=0"
+        done = await asyncio.to_thread(export, bus, packages, *words, OTEL_EXPORTER_OTLP_HEADERS=header)
     assert done == "2 samples traced in 13 spans", "the second was dropped, not trained"
     spans = rows(database, "SELECT name, count(*), count(DISTINCT trace_id) FROM spans GROUP BY name ORDER BY name")
     twice = ("buffered", "generating", "queued", "reward", "sample", "tools")
