@@ -178,13 +178,15 @@ async def _pass_on(shard: int, stream: asyncio.StreamReader, arrived: _Arrived, 
 
 async def _chunk(shard: int, stream: asyncio.StreamReader, limit_s: float) -> bytes:
     """Return the next bytes of a reader; none when it has ended. Raises ReaderFrozen."""
-    try:
-        async with asyncio.timeout(limit_s):
-            return await stream.read(_CHUNK_BYTES)
-    except TimeoutError:
-        raise ReaderFrozen(shard, limit_s) from None
-    except ConnectionError:  # it ended before it had read the request
-        return b""
+    for wait_s in (limit_s, _END_S):  # twice: this process itself may have been stopped for so long
+        try:
+            async with asyncio.timeout(wait_s):
+                return await stream.read(_CHUNK_BYTES)
+        except TimeoutError:
+            continue
+        except ConnectionError:  # it ended before it had read the request
+            return b""
+    raise ReaderFrozen(shard, limit_s)
 
 
 def _received(value: list[Any], behind: list[int]) -> Received:
