@@ -98,6 +98,7 @@ TESTS := tests/net/test_lab.py tests/whole tests/integration tests/contract test
 
 # Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
 test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env test-more: export CUDA_VISIBLE_DEVICES :=
+test-slurm test-slurm-all test-deploy test-ray test-images test-upgrade: export CUDA_VISIBLE_DEVICES :=
 
 # Several files at a time for two cores: many tests wait, and those that compute are spread among them (tests/conftest.py). A file stays on
 # one worker, whose fixtures its tests share.
@@ -146,10 +147,13 @@ test-net-all: setup
 	$(BIN)/python -m pytest -s tests/net
 
 test-all test-sglang-all test-net-all test-env test-gpu test-gpu-logic: export THOROUGH := 1
-test-all: check images $(RAY)/.ready $(SKY)/.ready
-	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(ON_OTHERS) $(BESIDE)
+test-all: check
+	$(BIN)/python -m pytest -m "not gpu" tests/chaos tests/net/test_smoke.py $(TESTS) $(WHERE_MADE) $(BESIDE)
 
-ON_OTHERS := --ray-python $(RAY)/bin/python --sky-python $(SKY)/bin/python --image-store .images
+# What test-ray, test-sky and test-images have made before: without it `make test-all` skips their tests, with the reason, and without root
+# those of Slurm.
+WHERE_MADE = $(if $(wildcard $(RAY)/.ready),--ray-python $(RAY)/bin/python) \
+	$(if $(wildcard $(SKY)/.ready),--sky-python $(SKY)/bin/python) $(if $(wildcard $(IMAGES)/.ready),--image-store $(IMAGES))
 
 # A run whose processes are exchanged for those of an older commit's wheel, and back.
 .PHONY: test-upgrade
@@ -159,10 +163,10 @@ test-upgrade: setup
 # Runs on a Slurm cluster of Debian's packages (root, `make programs`): one with a requeued engine and head, and all.
 .PHONY: test-slurm test-slurm-all
 test-slurm: setup
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/deploy/test_slurm.py -k learns
+	$(BIN)/python -m pytest tests/deploy/test_slurm.py -k learns
 
 test-slurm-all: setup
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -s tests/deploy/test_slurm.py tests/deploy/test_slurm_storm.py
+	$(BIN)/python -m pytest -s tests/deploy/test_slurm.py tests/deploy/test_slurm_storm.py
 
 # Every family of transformers in the tables of docs/models.md, on one rank and two, and docs/families.md; `make test` tries one of each kind.
 .PHONY: test-families
@@ -216,6 +220,7 @@ images: $(IMAGES)/.base $(IMAGES)/wheels/.ready
 			--tag localhost/tidemill-$$role . || exit 1; \
 	done
 	buildah $(IN_STORE) images
+	touch $(IMAGES)/.ready
 
 $(IMAGES)/.base: launch/deploy/images/base.sh
 	sh $< $(IN_STORE)
@@ -392,7 +397,7 @@ $(KUBERNETES)/.ready: tests/kubernetes/requirements-kubernetes.txt tests/kuberne
 	touch $@
 
 test-deploy: setup helm
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/kubernetes
+	$(BIN)/python -m pytest tests/kubernetes
 
 # The base is what the chart makes of its default values.
 kustomize-base: setup helm
@@ -400,4 +405,4 @@ kustomize-base: setup helm
 	$(KUBERNETES)/bin/helm template tidemill launch/deploy/kubernetes/chart > launch/deploy/kubernetes/base/all.yaml
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRACKERS) $(TRL) $(KUBERNETES) $(RAY) $(SKY) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(GYMS) $(TRACKERS) $(TRL) $(KUBERNETES) $(RAY) $(SKY) $(IMAGES) $(DOCS) $(RELEASE) build dist site runs .pytest_cache .mypy_cache .ruff_cache

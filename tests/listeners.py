@@ -261,9 +261,8 @@ async def operators_page(model_dir: Path) -> AsyncIterator[Place]:
 
 
 @asynccontextmanager
-async def _metrics(token: str, at: Reach) -> AsyncIterator[Place]:
-    listener = listener_of(RunState(run="listeners"), token)
-    url = await listener.start(at.bind, 0, advertise=at.advertised)
+async def _scraped(listener: Listener, token: str, at: Reach, *, insecure: bool = False) -> AsyncIterator[Place]:
+    url = await listener.start(at.bind, 0, advertise=at.advertised, insecure=insecure)
     try:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         yield Place(listener=listener, url=url, request="GET /metrics", headers=headers)
@@ -273,25 +272,18 @@ async def _metrics(token: str, at: Reach) -> AsyncIterator[Place]:
 
 @asynccontextmanager
 async def metrics(model_dir: Path) -> AsyncIterator[Place]:
-    async with _metrics("t0ken", FAR) as place:
+    async with _scraped(listener_of(RunState(run="listeners"), "t0ken"), "t0ken", FAR) as place:
         yield place
 
 
 @asynccontextmanager
 async def open_metrics(model_dir: Path) -> AsyncIterator[Place]:
-    async with _metrics("", HERE) as place:
+    async with _scraped(listener_of(RunState(run="listeners")), "", HERE) as place:
         yield place
 
 
-@asynccontextmanager
-async def _probes(token: str, at: Reach) -> AsyncIterator[Place]:
-    listener = Probes([], asyncio.Event()).listener(at.bind, token)
-    url = await listener.start(at.bind, 0, advertise=at.advertised, insecure=True)
-    try:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        yield Place(listener=listener, url=url, request="GET /metrics", headers=headers)
-    finally:
-        await listener.close()
+def _probes(token: str, at: Reach) -> AbstractAsyncContextManager[Place]:
+    return _scraped(Probes([], asyncio.Event()).listener(at.bind, token), token, at, insecure=True)
 
 
 @asynccontextmanager

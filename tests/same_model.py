@@ -91,7 +91,7 @@ def assert_weights(found: Mapping[str, Tensor], directory: Path) -> None:
 
 def assert_converts(directory: Path, scratch: Path, here: Any, *, bridge_class: str = "") -> None:
     """Assert that a checkpoint made of the files gives these files again, dtypes included."""
-    conversion = Conversion(convert, here, bridge_class=bridge_class)
+    conversion = Conversion(convert, here, code_path=bridge_class)
     conversion.to_checkpoint(directory, scratch / "checkpoint")
     conversion.to_model(scratch / "checkpoint", scratch / "again", directory)
     again, there = weights_in(scratch / "again"), weights_in(directory)

@@ -100,19 +100,23 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
             "allow_direct": True,
         }
     for bucket in subjects.BUCKETS:
-        yield {
-            "name": subjects.bucket_stream(run, bucket),
-            "subjects": [subjects.row(run, bucket, ">")],
-            "retention": "limits",
-            "storage": "file",
-            "discard": "new",
-            "max_msgs_per_subject": 1,  # a row is the last message on its subject
-            "num_replicas": config.copies,
-            "duplicate_window": _ROW_DUPLICATE_WINDOW_S * _NS,
-            "allow_direct": True,
-            "allow_rollup_hdrs": False,  # by its header, a user that may write one row could remove all others
-            "deny_delete": True,
-        }
+        yield _bucket_config(run, bucket, config)
+
+
+def _bucket_config(run: str, bucket: str, config: BusConfig) -> JsonObject:
+    return {
+        "name": subjects.bucket_stream(run, bucket),
+        "subjects": [subjects.row(run, bucket, ">")],
+        "retention": "limits",
+        "storage": "file",
+        "discard": "new",
+        "max_msgs_per_subject": 1,  # a row is the last message on its subject
+        "num_replicas": config.copies,
+        "duplicate_window": _ROW_DUPLICATE_WINDOW_S * _NS,
+        "allow_direct": True,
+        "allow_rollup_hdrs": False,  # by its header, a user that may write one row could remove all others
+        "deny_delete": True,
+    }
 
 
 def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:

@@ -97,8 +97,8 @@ class ShardReaders:
         }
         readers = []
         for shard in range(self._shards):
-            own = {"shard": shard, "checked_before": [seq for seq in checked_before if seq % self._shards == shard]}
-            reading = _follow(shard, request | own, arrived, self._silent_s)
+            of_shard = [seq for seq in checked_before if seq % self._shards == shard]
+            reading = _follow(shard, request | {"shard": shard, "checked_before": of_shard}, arrived, self._silent_s)
             readers.append(asyncio.create_task(reading, name=f"reader {shard}"))
         behind = [0] * self._shards
         try:

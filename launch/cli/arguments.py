@@ -109,9 +109,9 @@ def add_drained_code(parser: argparse.ArgumentParser) -> None:
 
 def _drained_code(text: str) -> int:
     """Return a code of a drained process. Raises ArgumentTypeError for one with another meaning."""
-    taken = {CRASHED, NOT_IN_TIME, *FINAL}
-    if not (text.isascii() and text.isdigit() and int(text) < 126 and int(text) not in taken):
-        want = f"0 to 125, and none of {', '.join(map(str, sorted(taken)))}"
+    reserved_codes = {CRASHED, NOT_IN_TIME, *FINAL}
+    if not (text.isascii() and text.isdigit() and int(text) < 126 and int(text) not in reserved_codes):
+        want = f"0 to 125, and none of {', '.join(map(str, sorted(reserved_codes)))}"
         raise argparse.ArgumentTypeError(f"want {want}, got {text[:40]!r}")
     return int(text)
 

@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     except BusError as error:
         raise ValueError(str(error)) from None
     if args.json:
-        for each in runs:
-            print(json.dumps(dataclasses.asdict(each)))
+        for row in runs:
+            print(json.dumps(dataclasses.asdict(row)))
         return 0
     _print(runs)
     return 0

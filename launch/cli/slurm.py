@@ -43,10 +43,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-partition", default="", metavar="P", help="of the engines, such as a preemptible one")
     parser.add_argument("--account", default="", help="account of all jobs")
     parser.add_argument("--time", default="", help="time limit of a job; at its end it drains, and is requeued")
-    more = (
+    sbatch_help = (
         "one more option of sbatch, --sbatch=--qos=high, or of one job, --sbatch=engines:--constraint=h100; repeatable"
     )
-    parser.add_argument("--sbatch", action="append", default=[], metavar="[JOB:]OPTION", help=more)
+    parser.add_argument("--sbatch", action="append", default=[], metavar="[JOB:]OPTION", help=sbatch_help)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -90,7 +90,7 @@ def _grown(role: str, factor: float, counts: Mapping[str, int], bounds: Mapping[
     """Return the numbers with more processes of a role, where it is scaled and below its maximum."""
     if role not in bounds:
         return Decision(counts, f"{waits} for {role}s, which are not scaled")
-    more = math.ceil(max(counts[role], 1) * factor - 1e-9)
-    after = clamped({**counts, role: more}, bounds)
+    num_processes = math.ceil(max(counts[role], 1) * factor - 1e-9)
+    after = clamped({**counts, role: num_processes}, bounds)
     at_most = f"; {role}s are at their maximum" if after[role] == counts[role] else ""
     return Decision(after, f"{waits} for {role}s{at_most}")

@@ -90,11 +90,11 @@ class Probes:
 
     def series(self) -> FoundSeries:
         """Return the numbers of the live row."""
-        found = FoundSeries(self._heartbeats[-1].run if self._heartbeats else "")
+        series = FoundSeries(self._heartbeats[-1].run if self._heartbeats else "")
         for heartbeat in self._heartbeats[-1:]:
-            found.add_row(heartbeat.row, time.monotonic() - heartbeat.written_s)
-        found.add("exporter/left_out", float(found.left_out))
-        return found
+            series.add_row(heartbeat.row, time.monotonic() - heartbeat.written_s)
+        series.add("exporter/left_out", float(series.left_out))
+        return series
 
     async def _alive(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")

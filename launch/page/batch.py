@@ -72,8 +72,8 @@ def _pace(reader: RunReader, step: int) -> JsonObject:
     total, usual = (sum(row[name] for row in times) for name in ("value", "usual"))
     words = "about as long as the median step"
     if total > SLOW * usual:
-        most = max(times, key=lambda row: row["value"] - row["usual"])
-        words = f"slow: {most['name']} took {most['value']:.3g} s, in the median step {most['usual']:.3g} s"
+        slowest = max(times, key=lambda row: row["value"] - row["usual"])
+        words = f"slow: {slowest['name']} took {slowest['value']:.3g} s, in the median step {slowest['usual']:.3g} s"
     return {"pace": [*times, *rows(_SIZES, "")], "pace_words": words if times else ""}
 
 

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 # Settings that came after the last release (tests/data/settings_of_last_release.txt), sections whole. A release empties
 # this list.
 NEWER = (
+    "bus.monitoring",
     "bus.sample_shards",
     "bus.trained_max_bytes",
     "debug.shadow_of",

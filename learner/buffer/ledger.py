@@ -105,9 +105,9 @@ class SettledSamples:
 
     def cursor(self, created: str) -> Cursor:
         """Return the position at which a restart continues reading. ``created`` identifies SAMPLES."""
-        shards, each = self._shards, list(enumerate(self._ids))
-        floors = tuple(shards.seq(shard, ids.floor) for shard, ids in each)
-        settled = tuple(shards.seq(shard, local) for shard, ids in each for local in ids.settled)
+        shards, numbered = self._shards, list(enumerate(self._ids))
+        floors = tuple(shards.seq(shard, ids.floor) for shard, ids in numbered)
+        settled = tuple(shards.seq(shard, local) for shard, ids in numbered for local in ids.settled)
         several = floors if shards.count > 1 else ()
         return Cursor(created=created, floor=min(floors), settled=settled, floors=several)
 

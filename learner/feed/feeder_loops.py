@@ -92,15 +92,9 @@ class Feeder:
         place = (settings.places.checkpoints, self._evaluations)
         self._best = BestCheckpoint(bus, *place, epoch=self._epoch, head=self._source.head)
         self._early_end = EarlyEnd(self._source, self._evaluations)
+        on_published, copies = self._published, row.copies
         self._outcomes = Outcomes(
-            bus,
-            server,
-            resumed,
-            settings,
-            epoch=self._epoch,
-            on_published=self._published,
-            copies=row.copies,
-            best=self._best,
+            bus, server, resumed, settings, epoch=self._epoch, on_published=on_published, copies=copies, best=self._best
         )
         ranks, places = settings.learner.data_parallel, settings.places
         self._trained = TrainedRecords(bus, epoch=self._epoch, data_parallel=ranks, on=settings.records_values)

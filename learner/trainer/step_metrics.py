@@ -37,9 +37,11 @@ def of_updates(updates: list[Update], step: Step, skipped_N: Tensor, group: dist
         return metrics | {"train/tokens": 0.0}
     sums = diagnostics.all_reduced(diagnostics.merged(update.sums for update in done), group)
     norms = [update.norm for update in done if update.norm is not None]
-    taken = torch.tensor([number for number, update in enumerate(updates) if update.norm is not None])
+    trained_minibatches = torch.tensor([number for number, update in enumerate(updates) if update.norm is not None])
     of_rows = finalize(sums)
-    of_rows["train/tokens"] += float(step.trainable_N[skipped_N & torch.isin(step.minibatches_N, taken)].sum())
+    of_rows["train/tokens"] += float(
+        step.trainable_N[skipped_N & torch.isin(step.minibatches_N, trained_minibatches)].sum()
+    )
     if "mtp" in sums.totals:
         of_rows["train/mtp_loss"] = float(sums.totals["mtp"] / sums.totals["mtp_tokens"].clamp(min=1))
     return {

@@ -14,7 +14,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_run
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.launch.checks import machine
+from tidemill.launch.checks import servers
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.run.workers import LocalSettings, config_on_bus
@@ -23,7 +23,7 @@ from tidemill.launch.settings.config_loader import changes, load, to_map
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "ANSWER_S", 60.0)
+    monkeypatch.setattr(servers, "ANSWER_S", 60.0)
 
 
 def reached(tmp_path: Path, url: str) -> Report:

@@ -23,7 +23,7 @@ LIVE = json.loads(
     )
 )
 """A live row as JSON has it: a list for every tuple."""
-VERSION = dataclasses.asdict(VersionRow(version=3, step=2, epoch=1))
+VERSION = VersionRow(version=3, step=2, epoch=1).stored()
 
 
 def bad() -> int:
@@ -65,6 +65,7 @@ def test_memory_is_bounded() -> None:
         ),
         ("weights", "v.3", VERSION),
         ("weights", "v.3", VERSION | {"delta": "", "base": -1}),  # as earlier releases wrote it
+        ("weights", "v.3", VERSION | {"afters": [5, 8]}),  # of a run with two streams of samples
         ("weights", "head", VERSION | {"fence": 1}),
         ("weights", "head", {"fence": 1}),
         ("weights", "turn", {"whose": "learner", "epoch": 1}),

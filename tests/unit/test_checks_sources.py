@@ -98,6 +98,7 @@ NOWHERE: Mapping[str, tuple[str, ...]] = {
     "eval.sets": ("eval.sets={a: {path: /no/such}}", "eval.every=1"),
     "rollouts": ("rollouts={a: {use: 'agent:nothere:f'}}",),
     "learner.bridge": ("learner.bridge=nothere:C",),
+    "learner.family": ("learner.family=nothere:F",),
     "learner.from_checkpoint": ("learner.from_checkpoint=/no/such",),
     "learner.critic.path": ("learner.critic.path=/no/such", "learner.algorithm.advantage=gae"),
     "learner.lora.adapter": ("learner.lora.adapter=/no/such", "learner.lora.rank=4"),

@@ -36,7 +36,7 @@ BASE_PACKAGES = (
     "tidemill.actors.router",
 )
 
-OF_LEARNER = {"tidemill.launch.run.learner_nodes"}
+OF_LEARNER = {"tidemill.launch.run.learner_nodes", "tidemill.launch.deploy.rank_parents"}
 """Imported by `tidemill learner` alone, which wants its extra."""
 
 

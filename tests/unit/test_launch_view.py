@@ -386,7 +386,7 @@ def test_a_process_that_is_silent_or_drains_is_an_event_once(
 def test_a_rank_that_has_received_sigterm_is_an_event_before_its_step_ends() -> None:
     watch = watch_of([], steps=9)
     heartbeat = HeartbeatPublisher(
-        SimpleNamespace(rows=lambda _: None),  # type: ignore[arg-type]
+        SimpleNamespace(rows=lambda _: None, run="r"),  # type: ignore[arg-type]
         LiveRow(role="learner", id="learner", host="h", pid=2, phase="working"),
     )
     LearnerRow(heartbeat).rank_drains()

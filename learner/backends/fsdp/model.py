@@ -238,14 +238,9 @@ def open_model(
     # Each layer looks at its own size of heads.
     kernel = choose_attention(attention, this_site(DTYPES[dtype], head_size=FLASH_MULTIPLE))
     log.info("kernel of=attention chosen=%s reason=%s", kernel.kernel, kernel.reason)
+    prepare_heads = partial(add_heads, heads=heads) if heads else None
     with torch.device("meta"):
-        transformer = build(
-            config,
-            packed=findings.packed,
-            kernel=kernel.kernel,
-            prepare=partial(add_heads, heads=heads) if heads else None,
-            family=rules,
-        )
+        transformer = build(config, packed=findings.packed, kernel=kernel.kernel, prepare=prepare_heads, family=rules)
         if value_head:
             give_value_head(transformer.model)
     if recompute:

@@ -215,9 +215,8 @@ def build_policy(
 ) -> FsdpPolicy:
     """Build the model of a directory, divided over all ranks, in ``memory``; collective. Raises ConfigRefused.
 
-    ``attention``: as the setting. ``recompute``: compute each layer again in the backward pass. ``replays``, ``given``:
-    of the experts (``Replay``). ``fused``: log-probs by kernels of Triton. ``value_head``: for a critic.
-    ``further``: with heads for further tokens. ``family``: ``learner.family``.
+    ``replays``, ``given``: of the experts (``Replay``). ``fused``: log-probs by kernels of Triton. The others: as of
+    ``open_model``.
     """
     memory = memory or Memory()
     with memory.region():
@@ -234,9 +233,8 @@ def build_policy(
             prepare=partial(add_adapters, config=tuning.lora),
         )
         adapters = tuned(root, tuning)
-    if replays and not root.findings.packed:
-        want = f"none for {root.family}, whose sequences are computed in padded rows"
-        raise ConfigRefused("learner.routing_replay", want, ROLLOUT if given else "old")
+    if replays:
+        _require_packed(root, ROLLOUT if given else "old")
     return FsdpPolicy(
         root=root,
         parallel=parallel,
@@ -249,3 +247,10 @@ def build_policy(
         fused=fused,
         kept="" if value_head else digest_of_kept(model_dir, parallel.device),
     )
+
+
+def _require_packed(root: FsdpModel, replay: str) -> None:
+    """Raise ConfigRefused if rows are padded, in which experts of tokens are not replayed."""
+    if not root.findings.packed:
+        want = f"none for {root.family}, whose sequences are computed in padded rows"
+        raise ConfigRefused("learner.routing_replay", want, replay)
