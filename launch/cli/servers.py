@@ -34,7 +34,11 @@ def run_bus(args: argparse.Namespace) -> int:
         from tidemill.bus.server.auth import make_users
         from tidemill.launch.run.access import auth_dir
 
-        make_users(auth_dir(config), config.run, config.bus)
+        try:
+            make_users(auth_dir(config), config.run, config.bus)
+        except OSError as error:
+            want = f"--make-users: want a directory that can be written, got {auth_dir(config)}"
+            raise ValueError(f"{want}: {error.strerror}") from None
         print(f"users of run {config.run} in {auth_dir(config)}")
         return 0
     from tidemill.launch.run import bus_process, process

@@ -27,6 +27,7 @@ from tidemill.launch.metrics.prometheus import (
     exposition,
 )
 from tidemill.launch.settings import extras
+from tidemill.launch.settings.config_loader import SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +52,21 @@ def probed(main: Main, host: str, port: int, *, token: str) -> Main:
         with observed_heartbeats() as heartbeats:
             listener = Probes(heartbeats, draining).listener(host, token)
             try:
-                log.info("probes url=%s", await listener.start(host, port, insecure=True))
+                log.info("probes url=%s", await _started(listener, host, port))
                 await main(draining)
             finally:
                 await listener.close()
 
     return with_probes
+
+
+async def _started(listener: Listener, host: str, port: int) -> str:
+    """Listen, and return the URL. Raises SettingsError for an address that cannot be bound."""
+    try:
+        return await listener.start(host, port, insecure=True)
+    except OSError as error:
+        want = "an address of this machine with a free port"
+        raise SettingsError(f"--probes: want {want}, got {host}:{port}: {error.strerror}") from None
 
 
 class Probes:

@@ -44,7 +44,7 @@ class RunOnBus:
     """Sum of the bounds of its streams, which the server keeps free for it."""
     owner: str = ""
     """Machine of its learner, and its directory."""
-    processes: Counter[str] = field(default_factory=Counter)
+    processes: dict[str, int] = field(default_factory=dict)
     """Live processes by role."""
     has_tasks: bool = False
     """It issues tasks, so actors without ``--run`` find it."""
@@ -103,10 +103,10 @@ async def _fill(bus: Bus, run: RunOnBus) -> None:
         run.step = await _newest_step(bus)
     except NotFound:
         return
-    run.processes = Counter(row.role for row in live)
+    run.processes = dict(Counter(row.role for row in live))
     run.steps = int(((config or {}).get("learner") or {}).get("steps") or 0)
     run.owner = _owner(live, config or {})
-    if run.processes["learner"] or run.processes["feeder"]:
+    if {"learner", "feeder"} & run.processes.keys():
         run.state = "running"
     elif end is not None:
         run.state = str(end["outcome"])

@@ -34,8 +34,11 @@ class BusRequest:
         try:
             while not self._answer.exists():
                 if time.monotonic() > deadline:
-                    state = "has not begun" if self._request.exists() else "is not done"
-                    raise RequestRefused(f"{self.verb}: it {state} after {wait_s:g} s (--wait); see the log of the bus")
+                    state = "not done"
+                    if self._request.exists():
+                        state = f"not begun: want a bus that runs with the directory {self._request.parent}"
+                    text = f"{self.verb}: after {wait_s:g} s (--wait) it is {state}; see the log of the bus"
+                    raise RequestRefused(text)
                 time.sleep(_LOOK_S)
             if error := json.loads(self._answer.read_text())["error"]:
                 raise RequestRefused(error)

@@ -82,6 +82,8 @@ async def resume(
         source = DataSource(rules, epoch=epoch, created=cursor.created, floors=cursor.position)
     else:
         source, state = await _restored_source(checkpoint, rules, planned, epoch=epoch)
+    if source.step > rules.steps:
+        raise ConfigRefused("learner.steps", f">= {source.step}, the step of the latest checkpoint", rules.steps)
     versions, eval_tasks = await _register_tasks(bus, source, planned)
     recorded, done, executed = await _records(bus, source, versions)
     if row is None and not recorded and (checkpoints := disk.listed(root)):

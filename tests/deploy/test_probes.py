@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, Waiting
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.launch.deploy import probes
 from tidemill.launch.deploy.probes import Main
+from tidemill.launch.settings.config_loader import SettingsError
 
 URL = re.compile(r"probes url=(http://\S+)")
 
@@ -50,6 +52,16 @@ async def process(
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+async def test_an_address_that_cannot_be_bound_ends_the_process_by_name() -> None:
+    async def main(draining: asyncio.Event) -> None:
+        await draining.wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"--probes: want .*, got 127.0.0.1:{port}: .*in use"):
+            await probes.probed(main, "127.0.0.1", port, token="")(asyncio.Event())
 
 
 async def test_a_process_is_ready_while_it_does_its_work(

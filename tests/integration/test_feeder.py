@@ -725,6 +725,15 @@ async def test_another_layout_cannot_repeat_recorded_plans(open_world: OpenWorld
                 await feeding
 
 
+async def test_fewer_steps_than_the_checkpoint_has_are_refused(open_world: OpenWorld) -> None:
+    async with open_world() as world:
+        async with world.actors():
+            await finish(world)
+        async with world.feeder(learner=replace(world.learner, steps=4)) as (_, feeding):
+            with refusal(ConfigRefused, field="learner.steps", got=4):
+                await feeding
+
+
 async def test_settings_that_no_rank_changes_between_two_steps_are_refused_behind_an_executed_one(
     open_world: OpenWorld,
 ) -> None:
