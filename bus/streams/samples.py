@@ -64,11 +64,11 @@ class SampleStream:
         if sample.run != self._jet.run:
             raise ValueError(f"sample.run: want {self._jet.run!r}, got {sample.run!r}")
         subject = subjects.sample(self._jet.run, sample.kind, sample.min_version, sample.actor)
-        return await self.publish_bytes(encode_sample(sample), subject, headers_of(sample))
+        return await self.publish_bytes(encode_sample(sample), subject, headers_of(sample), task=sample.task)
 
-    async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
-        """Store a sample that is encoded already, as ``publish`` does; ``headers``: as ``headers_of`` returns them."""
-        shards, task = await self._jet.shards(), int(headers[subjects.MESSAGE_ID].partition(".")[0])
+    async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str], *, task: int) -> int:
+        """Store a sample of ``task`` that is encoded already, as ``publish`` does, with headers as ``headers_of``'s."""
+        shards = await self._jet.shards()
         shard = shards.of_task(task)
         if shards.count > 1:
             subject = subjects.in_shard(subject, shards.suffix(shard))

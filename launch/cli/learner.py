@@ -87,6 +87,8 @@ def _run_learner(args: argparse.Namespace) -> int:
     """Run feeder and ranks to the last step, or until drained. Returns the exit code. Raises CheckFailed."""
     if args.shadow:
         of = loaded_config(args).config
+        if of.bus.auth:
+            raise ValueError("--shadow: want a bus without users: they have rights on one run, got bus.auth: true")
         name = f"{of.run}-{args.shadow}"
         places = [f"run={name}", f"directory={of.root.parent / name}", f"model.path={of.model.path}"]
         args.set += [*places, f"debug.shadow_of={of.run}", "eval.every=0"]

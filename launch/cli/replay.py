@@ -190,7 +190,8 @@ async def _archive(url: str, run: str, origin: Origin) -> AsyncIterator[Store]:
                 data = encode_sample(replace(sample, run=bus.run))
             headers = {name: value for name, value in stored.headers.items() if name not in _OF_THE_STORE}
             headers[REPLAYED_HEADER] = f"{origin.run}.{stored.seq}"
-            await bus.samples.publish_bytes(data, subjects.sample_in(bus.run, stored.subject), headers)
+            subject = subjects.sample_in(bus.run, stored.subject)
+            await bus.samples.publish_bytes(data, subject, headers, task=sample.task)
 
         yield publish
 

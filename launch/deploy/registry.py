@@ -24,8 +24,9 @@ _API = "$JS.API.STREAM"
 _ANSWER_S = 5.0
 _AT_ONCE = 16
 _STREAMS = ("TASKS", r"SAMPLES(?:-\d+of\d+)?", "PLAN", "PARTIALS", "TURNS", "DEAD", "TRAINED")
+_BUCKETS = [bucket for bucket in subjects.BUCKETS if bucket not in subjects.SECRET_BUCKETS]  # a viewer may not ask
 _STREAM = re.compile(
-    rf"TM_({RUN_NAME.pattern})_({'|'.join(_STREAMS)})|KV_TM_({RUN_NAME.pattern})_({'|'.join(subjects.BUCKETS)})"
+    rf"TM_({RUN_NAME.pattern})_({'|'.join(_STREAMS)})|KV_TM_({RUN_NAME.pattern})_({'|'.join(_BUCKETS)})"
 )
 
 

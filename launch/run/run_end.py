@@ -13,11 +13,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from tidemill.bus import exit_codes
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, NotFound
+from tidemill.bus.liveness.heartbeats import processes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside, first_error
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import MAX_TEXT, EndRow, Outcome, row_of
-from tidemill.bus.wire.subjects import END_KEY
+from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY
 from tidemill.launch.run.workers import LONG_WAIT_S, found_run
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
@@ -101,6 +102,9 @@ class LearnerEnd:
     async def _record_failure(self, error: BaseException) -> None:
         async with self._bus() as bus:
             rows = bus.rows("run")
+            if await _other_feeder(bus):
+                log.warning("the row of the end is not written: another learner of run %s works", bus.run)
+                return
             checkpoint, _ = await rows.read(CHECKPOINT_KEY)
             row = EndRow(
                 outcome=Outcome.FAILED,
@@ -121,6 +125,13 @@ class LearnerEnd:
         config = self._config
         async with asyncio.timeout(AT_END_S), connect(self._bus_url, config.run, config.bus, name="learner") as bus:
             yield bus
+
+
+async def _other_feeder(bus: Bus) -> bool:
+    """Return whether a feeder runs that no later start has replaced; this process's own has ended."""
+    row, _ = await bus.rows("run").read(EPOCH_KEY)
+    newest = int(row["epoch"]) if row else 0
+    return any(live.role == "feeder" and not age and live.epoch >= newest for live, age in await processes(bus))
 
 
 @contextmanager

@@ -202,7 +202,6 @@ class Outcomes:
 
     async def record_end(self) -> None:
         """Record that the run is done. Raises Fenced."""
-        await self._refuse_if_replaced()
         await record_end(self._bus, self._epoch, self.checkpoint_step, self._ends_by)
 
     def _note_finished(self) -> None:
@@ -279,9 +278,14 @@ async def record_done(
 
 
 async def record_end(bus: Bus, epoch: int, step: int, reason: str) -> None:
-    """Write the row of a run that is done. Retries until it is stored."""
+    """Write the row of a run that is done. Retries until it is stored. Raises Fenced."""
     row = EndRow(outcome=Outcome.DONE, code=DONE, reason=reason, step=step, time_s=time.time(), epoch=epoch)
-    await bus.retry(lambda: bus.rows("run").put(END_KEY, asdict(row)))
+
+    async def write() -> None:  # checked at every try: the bus may be away for so long that another learner begins
+        refuse_newer(await current_epoch(bus), epoch)
+        await bus.rows("run").put(END_KEY, asdict(row))
+
+    await bus.retry(write)
 
 
 async def remove_end(bus: Bus) -> None:

@@ -55,7 +55,7 @@ async def load(url: str, run: str, args: argparse.Namespace) -> dict[str, float]
 
         async def publish(number: int) -> None:
             named = {**headers, subjects.MESSAGE_ID: f"{1 + number // 8}.{number % 8}.{nonce()}"}
-            await bus.samples.publish_bytes(data, subject, named)
+            await bus.samples.publish_bytes(data, subject, named, task=1 + number // 8)
 
         beside = [asyncio.create_task(step_for_ever(bus)), asyncio.create_task(beat_for_ever(bus, args.processes))]
         began_s, cpu_s = time.monotonic(), time.process_time()

@@ -17,7 +17,7 @@ import hashlib
 import json
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,29 +109,49 @@ async def judge(
             fence = max(fence, epoch) if kind == "fence" else fence
             if epoch >= fence:
                 getattr(audit, kind)(message)
-        info = await _ask(nc, f"STREAM.INFO.TM_{run}_SAMPLES")
         audit.checkpoint(checkpoints)
-        audit.trimmed(int(info["state"]["first_seq"]), witnessed)
-        present: set[int] = set()
-        async for message in _messages(nc, f"TM_{run}_SAMPLES"):
-            present.add(message.seq)
-            if (
-                ".part." not in message.subject
-                and ".sample.eval." not in message.subject
-                and not audit.defective(message)
-            ):
-                audit.sample(message)
-                if witnessed.get(message.seq, message.headers["Nats-Msg-Id"]) != message.headers["Nats-Msg-Id"]:
-                    audit.verdict.lost.append(
-                        f"{message.seq} was {witnessed[message.seq]} and is {message.headers['Nats-Msg-Id']}"
-                    )
-        for seq in sorted(set(witnessed) - present):
-            if seq >= int(info["state"]["first_seq"]):
-                audit.verdict.lost.append(f"{seq} ({witnessed[seq]}) was seen in the stream and is not there")
+        streams = await _shards(nc, run)
+        for shard, stream in enumerate(streams):
+            of_shard = {seq: id for seq, id in witnessed.items() if seq % len(streams) == shard}
+            await _audit_shard(nc, audit, stream, shard, len(streams), of_shard)
         audit.close()
         return audit.verdict
     finally:
         await nc.close()
+
+
+async def _shards(nc: Client, run: str) -> list[str]:
+    """Return the streams of the samples, in the order of their numbers: one, or `SAMPLES-0of2`, `SAMPLES-1of2`."""
+    names = (await _ask(nc, "STREAM.NAMES", {"subject": f"tm.{run}.>"}))["streams"]
+    streams = [name for name in names if name.startswith(f"TM_{run}_SAMPLES")]
+    wanted = [f"TM_{run}_SAMPLES-{shard}of{len(streams)}" for shard in range(len(streams))]
+    assert streams == [f"TM_{run}_SAMPLES"] or sorted(streams) == sorted(wanted), streams
+    return streams if len(streams) == 1 else wanted
+
+
+async def _audit_shard(
+    nc: Client, audit: "_Audit", stream: str, shard: int, count: int, witnessed: dict[int, str]
+) -> None:
+    """Audit the samples of one of ``count`` streams. Message q of shard s is the sample q * count + s."""
+    first = int((await _ask(nc, f"STREAM.INFO.{stream}"))["state"]["first_seq"])
+    audit.trimmed([local * count + shard for local in range(1, first)], witnessed)
+    present: set[int] = set()
+    async for message in _messages(nc, stream):
+        message.seq = message.seq * count + shard
+        present.add(message.seq)
+        kind, of = message.subject.split(".")[2:4]
+        if kind.startswith("part") or of == "eval" or audit.defective(message):
+            continue
+        audit.sample(message)
+        if message.body["task"] % count != shard:
+            audit.verdict.wrong.append(f"sample {message.seq} of task {message.body['task']} is in shard {shard}")
+        if witnessed.get(message.seq, message.headers["Nats-Msg-Id"]) != message.headers["Nats-Msg-Id"]:
+            audit.verdict.lost.append(
+                f"{message.seq} was {witnessed[message.seq]} and is {message.headers['Nats-Msg-Id']}"
+            )
+    for seq in sorted(set(witnessed) - present):
+        if seq // count >= first:
+            audit.verdict.lost.append(f"{seq} ({witnessed[seq]}) was seen in the stream and is not there")
 
 
 class _Audit:
@@ -149,7 +169,7 @@ class _Audit:
         self._dead: set[int] = set()
         self._requeued: set[int] = set()
         self._late: list[tuple[int, Place]] = []
-        self._floor, self._settled, self._checkpoint_step = 0, frozenset[int](), 0
+        self._floors, self._settled, self._checkpoint_step = [0], frozenset[int](), 0
 
     def dead(self, message: Message) -> None:
         self._dead.add(message.body.get("task", -1))
@@ -220,7 +240,8 @@ class _Audit:
         if newest is None:
             return
         state = msgpack.unpackb((newest / "state.msgpack").read_bytes())
-        self._floor, self._settled = int(state["samples"]["floor"]), frozenset(state["samples"]["settled"])
+        samples = state["samples"]
+        self._floors, self._settled = samples.get("floors", [samples["floor"]]), frozenset(samples["settled"])
         self._checkpoint_step = int(state["step"])
         for seq, step in self._step_of.items():
             if step <= self._checkpoint_step and not self._behind(seq):
@@ -233,16 +254,16 @@ class _Audit:
                 )
 
     def _behind(self, seq: int) -> bool:
-        return seq <= self._floor or seq in self._settled
+        return seq <= self._floors[seq % len(self._floors)] or seq in self._settled
 
     # ---- the samples
 
-    def trimmed(self, first: int, witnessed: dict[int, str]) -> None:
+    def trimmed(self, seqs: Sequence[int], witnessed: dict[int, str]) -> None:
         """Check that every sample before the first message is in a record, or behind the cursor as a duplicate or a
         failed one.
         """
-        self.verdict.trimmed = max(0, first - 1)
-        for seq in range(1, first):
+        self.verdict.trimmed += len(seqs)
+        for seq in seqs:
             if not self._behind(seq):
                 self.verdict.lost.append(f"sample {seq} was trimmed, and the checkpoint's cursor is not past it")
             if seq in self._step_of or seq in self._reason_of or seq not in witnessed:

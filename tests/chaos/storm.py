@@ -32,6 +32,8 @@ again.
 """
 CHILD = "rollout child"
 """A process that runs programs of rollouts, as a further victim."""
+READER = "reader"
+"""A process that reads a shard of SAMPLES, as a further victim."""
 MEAN_GAP_S = 1.0
 BREATH = 8
 PATIENCE_S = 300.0
@@ -202,6 +204,8 @@ def _children(process: subprocess.Popen[str]) -> list[tuple[str, psutil.Process]
                 found.append((words[words.index("tidemill") + 1], child))
             elif child.name() == "nats-server":
                 found.append(("nats-server", child))
+            elif any(word.endswith("reader_processes") for word in words):
+                found.append((READER, child))
             elif any(word.endswith("child_program.py") for word in words):
                 found.append((CHILD, child))
     return found

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.auditor import Verdict, judge
-from tests.chaos.storm import CHILD, VICTIMS, Storm, standing_bus
+from tests.chaos.storm import CHILD, READER, VICTIMS, Storm, standing_bus
 from tests.whole.running import ROOT
 from tidemill.bus.streams.bus import connect
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
-SHORT, LONG = 14, 200
+SHORT, SHARDED, LONG = 14, 30, 200
 
 
 @pytest.mark.slow
@@ -116,6 +116,23 @@ def test_a_storm_over_scorers(tmp_path: Path, pytestconfig: pytest.Config) -> No
     assert storm.killed["scorer"] and storm.frozen["scorer"], (storm.killed, storm.frozen)
     logs = "".join(file.read_text(errors="replace") for file in (tmp_path / "run" / "logs").glob("actor*"))
     assert "reward failed" not in logs
+
+
+@pytest.mark.slow
+def test_a_storm_over_shards(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """SAMPLES has two shards, and their readers are killed and frozen, too."""
+    storm = Storm(
+        tmp_path,
+        seed=_seed(pytestconfig, 8),
+        kills=SHARDED,
+        settings=("bus.sample_shards=2",),
+        victims={"feeder": 3, READER: 4, "nats-server": 3, "actor": 4, "up": 1},
+        freezes=0.25,
+    )
+    verdict = weather(storm)
+    assert {"feeder", READER, "nats-server", "actor"} <= set(storm.killed), storm.killed
+    assert verdict.trimmed, verdict
+    assert {seq % 2 for seq in storm.witnessed} == {0, 1}
 
 
 def weather(storm: Storm) -> Verdict:

@@ -13,15 +13,18 @@ from tests.launched import tidemill
 from tests.waits import until
 from tests.whole.running import SMOKE
 from tidemill.actors.engines.membership import CONFIG_KEY
+from tidemill.bus.errors import Fenced
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.wire.rows import EndRow, Outcome
 from tidemill.bus.wire.subjects import END_KEY
 from tidemill.launch.run.run_end import LearnerEnd, end_of, wait_ended
 from tidemill.launch.settings.config_loader import load, to_map
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.errors import ConfigRefused, LearnerError
+from tidemill.learner.feed.feeder import row_publisher
+from tidemill.learner.feed.outcomes import record_end
 
 __all__ = ["open_world"]
 FAILED = EndRow(outcome=Outcome.FAILED, code=78, reason="learner.steps: want > 0", step=0, time_s=0.0)
@@ -81,6 +84,31 @@ async def test_a_learner_that_no_restart_cures_records_why(nats_server: Embedded
             async with LearnerEnd(config_of(bus), address, leads=True).noted(asyncio.Event()):
                 raise refused
         assert await end_of(bus) == DONE, "a start with other settings does not change what was done"
+
+
+async def test_a_learner_that_fails_beside_one_that_works_records_nothing(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
+    """The workers of the run would leave it. A feeder that a later start has replaced counts no more."""
+    refused = ConfigRefused("bus.sample_shards", "1", 2)
+    async with open_bus() as bus, row_publisher(bus, await raise_epoch(bus), phase="working") as working:
+        await working.stored()
+        for ends in (None, Outcome.FAILED):
+            with pytest.raises(LearnerError):
+                async with LearnerEnd(config_of(bus), nats_server.url, leads=True).noted(asyncio.Event()):
+                    raise refused
+            end = await end_of(bus)
+            assert (end and end.outcome) == ends
+            await raise_epoch(bus)
+
+
+async def test_a_learner_that_was_replaced_records_no_end(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        epoch = await raise_epoch(bus)
+        await raise_epoch(bus)
+        with pytest.raises(Fenced):
+            await record_end(bus, epoch, 3, "learner.steps")
+        assert await end_of(bus) is None
 
 
 @pytest.mark.parametrize(("row", "drained"), [(None, True), (FAILED, True), (DONE, False)])

@@ -33,6 +33,7 @@ from tidemill.bus.streams.bus import Bus, connect, find_run
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import DeadLetterDecision, Done
 from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.deploy.registry import read_runs
 from tidemill.launch.run import desired, users
 from tidemill.launch.run.bus_requests import RequestRefused
 from tidemill.launch.settings.config_loader import load
@@ -251,6 +252,12 @@ async def test_no_user_can_subscribe_to_anothers_answers(as_user: As, caplog: py
         await spy.nc.flush()
         assert not received
         assert len([record for record in caplog.records if "may not subscribe here" in record.message]) == 5
+
+
+async def test_a_viewer_sees_the_runs_of_its_bus(as_user: As, guarded: EmbeddedBus, auth_dir: Path) -> None:
+    async with as_user("learner"):
+        (run,) = await read_runs(line_of(guarded.url, auth_dir, "viewer"), wait_s=60)
+    assert (run.name, run.state, run.has_tasks) == (RUN, "no learner yet", True)
 
 
 @pytest.mark.parametrize("user", ["viewer", "actor-0"])

@@ -485,7 +485,7 @@ async def test_parts_of_more_than_a_sample_has_are_not_published(open_bus: BusOp
     async with open_bus() as bus:
         with refusal(WireError, field="sample"):
             await bus.samples.publish_bytes(
-                bytes(codec.MAX_SAMPLE_BYTES + 1), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.a"}
+                bytes(codec.MAX_SAMPLE_BYTES + 1), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.a"}, task=1
             )
         assert (await bus.samples.info()).last_seq == 0
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import signal
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeVar
@@ -15,7 +17,7 @@ from tidemill.bus.errors import ConfigMismatch, StreamReplaced, StreamTrimmed, W
 from tidemill.bus.server.auth import permissions
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.reader_processes import ReaderEnded, ShardReaders
+from tidemill.bus.streams.reader_processes import ReaderEnded, ReaderFrozen, ShardReaders
 from tidemill.bus.streams.readers import History, ManyShards, Reader
 from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.system.processes import Child
@@ -151,7 +153,7 @@ async def test_a_sample_in_the_shard_of_another_task_is_invalid(open_bus: BusOpe
     async with open_bus(sample_shards=2) as bus:
         sample = make_sample(bus.run, task=2)
         await bus.samples.publish_bytes(
-            encode_sample(sample), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.forged"}
+            encode_sample(sample), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.forged"}, task=1
         )
         (received,) = await read(bus.samples.read(None), 1)
         assert isinstance(received.sample, WireError)
@@ -172,29 +174,102 @@ async def test_a_version_begins_behind_the_end_of_every_shard(open_bus: BusOpene
         assert [is_behind(seq, stored.position) for seq in after] == [False] * 2
 
 
-async def test_a_killed_reader_ends_the_reading(
-    open_bus: BusOpener, nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Child] = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """The reader processes that were started, in the order of their starts."""
+    children: list[Child] = []
 
     class Noted(Child):
         async def start(self, pass_fds: object = ()) -> None:  # type: ignore[override]
             await super().start(pass_fds)  # type: ignore[arg-type]
-            started.append(self)
+            children.append(self)
 
     monkeypatch.setattr("tidemill.bus.streams.reader_processes.Child", Noted)
+    return children
+
+
+def of_shard(children: list[Child], shard: int) -> Child:
+    return next(child for child in children if child.name == f"reader {shard}")
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (signal.SIGKILL, ReaderEnded, "reader of shard 1 of SAMPLES: its process ended with -9"),
+        (signal.SIGSTOP, ReaderFrozen, "reader of shard 1 of SAMPLES: nothing from its process for 8 s"),
+    ],
+)
+async def test_a_killed_or_frozen_reader_ends_the_reading(
+    open_bus: BusOpener,
+    nats_server: EmbeddedServer,
+    started: list[Child],
+    number: signal.Signals,
+    error: type[Exception],
+    words: str,
+) -> None:
     async with open_bus(sample_shards=2) as bus:
         await publish(bus, 1, 2)
-        async with (
-            asyncio.timeout(60),
-            aclosing(read_by_processes(nats_server, bus, await bus.samples.cursor(), [])) as reading,
-        ):
+        readers = ShardReaders(nats_server.url, bus.run, bus.config, silent_s=8)
+        passed: list[int] = []
+        reading = readers.read(await bus.samples.cursor(), vocab_size=100, on_passed=passed.append)
+        async with asyncio.timeout(60), aclosing(reading):
             assert {(await anext(reading)).seq % 2, (await anext(reading)).seq % 2} == {0, 1}
-            assert started[1].process is not None
-            started[1].process.kill()
-            with pytest.raises(ReaderEnded, match="reader of shard 1 of SAMPLES: its process ended with -9"):
+            of_shard(started, 1).send(number)
+            with pytest.raises(error, match=words):
                 await anext(reading)
         assert not any(child.running for child in started)
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"])
+async def test_a_reader_that_does_not_start_ends_the_reading(
+    open_bus: BusOpener, nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    async with open_bus(sample_shards=2) as bus:
+        monkeypatch.setattr(sys, "executable", program)
+        with pytest.raises((ReaderEnded, FileNotFoundError)):
+            await read(read_by_processes(nats_server, bus, await bus.samples.cursor(), []), 1)
+
+
+async def test_readers_read_on_after_a_signal_to_all_processes_of_a_job(
+    open_bus: BusOpener, nats_server: EmbeddedServer, started: list[Child]
+) -> None:
+    """The feeder drains then, for which it needs them."""
+    async with open_bus(sample_shards=2) as bus:
+        await publish(bus, 1, 2)
+        reading = read_by_processes(nats_server, bus, await bus.samples.cursor(), [])
+        async with asyncio.timeout(60), aclosing(reading):
+            assert {(await anext(reading)).seq % 2 for _ in range(2)} == {0, 1}
+            for child in started:
+                child.send(signal.SIGTERM)
+            seqs = await publish(bus, 3, 4)
+            assert {(await anext(reading)).seq for _ in range(2)} == set(seqs)
+
+
+async def test_parts_of_every_shard_are_joined_and_outlive_trimming(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
+    """A sequence in a manifest is one of its shard's stream."""
+    size = nats_server.config.max_payload_bytes // 9 * 3 // 2
+    samples = [make_sample("r", task=task, length=size if task > 2 else 8) for task in range(1, 7)]
+    async with open_bus(sample_shards=2) as bus:
+        samples = [dataclasses.replace(sample, run=bus.run) for sample in samples]
+        begin = await bus.samples.cursor()
+        seqs = [await bus.samples.publish(sample) for sample in samples]
+        assert [state.messages for state in await bus.samples.states()] == [7, 7], "two parts and a manifest each"
+        # All before the last sample of a shard, whose parts are needed on
+        await bus.samples.trim(*sorted(seqs[-2:], key=lambda seq: seq % 2))
+        assert [state.messages for state in await bus.samples.states()] == [3, 3]
+        floors = tuple(sorted(seqs[2:4], key=lambda seq: seq % 2))
+        cursor = dataclasses.replace(begin, floor=min(floors), floors=floors)
+        readers = ShardReaders(nats_server.url, bus.run, bus.config)
+        messages = await read(readers.read(cursor, vocab_size=size + 3, on_passed=lambda seq: None), 2)
+        assert {received.seq for received in messages} == set(seqs[-2:])
+        whole = [*[received.sample for received in messages], *[await bus.samples.fetch(seq) for seq in seqs[-2:]]]
+        for sample in whole:
+            assert isinstance(sample, Sample), sample
+            assert sample.tokens.tolist() == samples[-1].tokens.tolist()
+        stored = await History(bus.jet).payload(seqs[-1])
+        assert stored.data == encode_sample(samples[-1])
 
 
 def test_users_may_store_their_own_samples_in_every_shard() -> None:

@@ -159,12 +159,23 @@ async def test_headers_of_another_program_are_not_needed(open_bus: BusOpener) ->
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         sample = replace(scene.samples[1], attempt="other", reward={"form": 0.25, "score": 0.5})
-        await bus.samples.publish_bytes(
-            encode_sample(sample), subjects.sample(bus.run, "train", 0, "w1"), {subjects.MESSAGE_ID: sample.message_id}
-        )
+        headers = {subjects.MESSAGE_ID: sample.message_id}
+        subject = subjects.sample(bus.run, "train", 0, "w1")
+        await bus.samples.publish_bytes(encode_sample(sample), subject, headers, task=sample.task)
         assert await scene.found("--reward", "0.5") == [7]
         assert await scene.found("--reward", "0.6") == []
         assert await scene.found("--task", "2", "--tokens", "3") == [1, 2, 7]
+
+
+async def test_a_sample_under_an_id_of_another_form_is_replayed(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        scene = await Scene(bus).play()
+        subject = subjects.sample(bus.run, "train", 0, "w1")
+        await bus.js.publish(subject, encode_sample(scene.samples[1]), headers={subjects.MESSAGE_ID: "of-theirs"})
+        assert await replay_run(bus, arguments("replay", "--to-bus", scene.url, "--to-run", "copy", "--last", "1")) == 0
+        async with connect(scene.url, "copy", name="copy") as other:
+            (copied,) = [stored async for stored in History(other.jet).payloads(1, 99)]
+        assert copied.headers[subjects.MESSAGE_ID] == "of-theirs"
 
 
 async def test_following_shows_the_new_samples_that_match(open_bus: BusOpener) -> None:

@@ -135,7 +135,7 @@ class LiveRun:
         made = sample(_task(9_999), 0, ((0, 3),), response="marker")
         data = encode_sample(made).replace(b"marker", b"\xff\xfe\x80\xc3(\xa0")
         subject = subjects.sample(RUN, made.kind, made.min_version, made.actor)
-        return await self.world.bus.samples.publish_bytes(data, subject, headers_of(made))
+        return await self.world.bus.samples.publish_bytes(data, subject, headers_of(made), task=made.task)
 
     async def _main(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()

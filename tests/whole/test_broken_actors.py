@@ -46,7 +46,7 @@ async def publish(bus: Bus, kind: str, lease: Lease, index: int) -> None:
     sample = broken(kind, lease.task, index)
     if kind == "garbage":
         headers = {MESSAGE_ID: headers_of(sample)[MESSAGE_ID]}
-        await bus.samples.publish_bytes(b"\xc1", f"tm.{sample.run}.sample.train.0.{kind}", headers)
+        await bus.samples.publish_bytes(b"\xc1", f"tm.{sample.run}.sample.train.0.{kind}", headers, task=sample.task)
     else:
         await bus.samples.publish(sample)
 
