@@ -276,9 +276,11 @@ $(GYMS)/.ready: tests/env/requirements-gyms.txt
 	$(GYMS)/bin/python $(INSTALL) -r $<
 	touch $@
 
-$(TRACKERS)/.ready: tests/env/requirements-trackers.txt | $(VENV)/.ready
+# By a pip of its own, because `.ci/run` makes these environments while $(VENV) is made.
+$(TRACKERS)/.ready: tests/env/requirements-trackers.txt
 	rm -rf $(TRACKERS)
-	$(BIN)/python $(INSTALL) --target $(TRACKERS) -r $<
+	$(PYTHON) -m venv $(TRACKERS)/.installer
+	$(TRACKERS)/.installer/bin/python $(INSTALL) --target $(TRACKERS) -r $<
 	touch $@
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt

@@ -240,7 +240,7 @@ class Hostile:
                 "kept": [],
             },
             "run.best": {"step": 2, "version": 2, "set": "s", "metric": "m", "value": 0.5},
-            "run.end": {"step": 2, "reason": "r", "epoch": 1},
+            "run.end": {"outcome": "done", "code": 0, "reason": "r", "step": 2, "epoch": 1, "time_s": 1.0},
             "run.refused.a1": {"actor": "a1", "invalid": 64, "reason": "r"},
             "run.holder.1": {"node": 1, "url": "http://h", "held": {"step-2": ["a"]}},
             "run.node.0": node,
