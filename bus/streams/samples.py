@@ -113,11 +113,9 @@ class SampleStream:
         pending = dict.fromkeys(chosen, 0)
         async with aclosing(as_they_arrive(sources)) as messages:
             async for received in messages:
-                if len(sources) == 1:
-                    yield received
-                    continue
                 pending[received.seq % shards.count] = received.pending
-                yield replace(received, pending=sum(pending.values()))
+                behind = sum(pending.values())
+                yield received if behind == received.pending else replace(received, pending=behind)
 
     async def cursor(self) -> Cursor:
         """Return a cursor before the first message there is now."""

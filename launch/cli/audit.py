@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -48,10 +49,12 @@ async def show_audit(bus: Bus, args: argparse.Namespace) -> int:
     if row is None:
         raise ValueError(f"run {bus.run}: want one that a learner has begun (row run/{CONFIG_KEY}), got none")
     config = from_map(row, f"run {bus.run}, row run/{CONFIG_KEY}", {})
+    checkpoints, newest = await _checkpoints(bus, args, config)
     accounts = await read_accounts(
         bus,
         config,
-        checkpoints=await _checkpoints(bus, args, config),
+        checkpoints=checkpoints,
+        newest=newest,
         goes_on=end is None,
         progress=_Progress().report,
     )
@@ -62,12 +65,21 @@ async def show_audit(bus: Bus, args: argparse.Namespace) -> int:
     return int(bool(result["promises_broken"]))
 
 
-async def _checkpoints(bus: Bus, args: argparse.Namespace, config: RunConfig) -> Path | None:
-    """Return the directory of the run's checkpoints, None when none are on this machine."""
+async def _checkpoints(
+    bus: Bus, args: argparse.Namespace, config: RunConfig
+) -> tuple[Path | None, tuple[float, float]]:
+    """Return the directory of the run's checkpoints, None when none are on this machine, and the newest that counts.
+
+    A directory may have later ones than the bus knows: those of the run that a restored bus was copied from.
+    """
     row, _ = await bus.rows("run").read(disk.CHECKPOINT_KEY)
+    newest = (math.inf, math.inf) if row is None else (row["step"], row.get("epoch", math.inf))
     places = [args.checkpoints, Path(args.run_dir) / "checkpoints" if args.run_dir else None]
     places += [Path(row["directory"]).parent if row is not None else config.checkpoints]
-    return next((place for place in places if place is not None and disk.listed(place)), None)
+    for place in places:
+        if place is not None and any((one.step, one.epoch) <= newest for one in disk.listed(place)):
+            return place, newest
+    return None, newest
 
 
 class _Progress:

@@ -69,16 +69,18 @@ async def read_accounts(
     config: RunConfig,
     *,
     checkpoints: Path | None,
+    newest: tuple[float, float] | None = None,
     goes_on: bool = False,
     after_epoch: int = 0,
     progress: Progress = lambda done, total: None,
 ) -> Accounts:
-    """Read the streams and rows of a run. ``checkpoints``: their directory, None = not on this machine.
+    """Read the streams and rows of a run. ``checkpoints``: their directory, None = not on this machine. ``newest``:
+    step and epoch of the last one that counts; None = all do.
 
     ``goes_on``: processes may write meanwhile. ``after_epoch``: scores up to it are of another run.
     Raises ValueError for checkpoints of another run, BusUnavailable.
     """
-    cursor, not_checked = await _cursor(bus, config, checkpoints)
+    cursor, not_checked = await _cursor(bus, config, checkpoints, newest)
     versions = [row_of(VersionRow, value) for value, _ in (await bus.rows("weights").all("v")).values()]
     vocab_size = None
     try:
@@ -106,12 +108,14 @@ async def read_accounts(
     )
 
 
-async def _cursor(bus: Bus, config: RunConfig, checkpoints: Path | None) -> tuple[CheckpointCursor | None, list[str]]:
+async def _cursor(
+    bus: Bus, config: RunConfig, checkpoints: Path | None, newest: tuple[float, float] | None
+) -> tuple[CheckpointCursor | None, list[str]]:
     """Return the newest checkpoint's cursor, None where the run has none, and the checks that lack it."""
     first = await bus.samples.cursor()
     if checkpoints is not None:
         stored = bool(config.learner.checkpoint.url)
-        cursor = await asyncio.to_thread(partial(read_cursor, checkpoints, stored=stored))
+        cursor = await asyncio.to_thread(partial(read_cursor, checkpoints, stored=stored, newest=newest))
         if cursor is not None and cursor.created != first.created:
             want = f"checkpoints of run {bus.run} on this bus (samples since {first.created})"
             raise ValueError(f"checkpoints: want {want}, got those of another (since {cursor.created}): {checkpoints}")

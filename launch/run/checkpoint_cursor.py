@@ -24,12 +24,17 @@ class CheckpointCursor:
         return is_behind(seq, self.floors or (self.floor,)) or seq in self.settled
 
 
-def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor | None:
-    """Return the cursor in the newest valid checkpoint; None without one. ``stored``: a store has the files."""
+def read_cursor(
+    checkpoints: Path, *, stored: bool = False, newest: tuple[float, float] | None = None
+) -> CheckpointCursor | None:
+    """Return the cursor in the newest valid checkpoint; None without one. ``stored``: a store has the files.
+
+    ``newest``: step and epoch; those after it are not of the run as its bus has it.
+    """
     from tidemill.learner.buffer.ledger import cursor_of, read_state
     from tidemill.learner.checkpoints import disk
 
-    paths = (checkpoint.path for checkpoint in disk.listed(checkpoints))
+    paths = [one.path for one in disk.listed(checkpoints) if newest is None or (one.step, one.epoch) <= newest]
     path, _ = disk.latest_valid(paths, partly=True, stored=stored)
     if path is None:
         return None

@@ -26,13 +26,18 @@ async def test_a_run_goes_on_elsewhere_from_its_backup_with_every_sample_of_that
             at_backup = await step_after(run, bus, 8)  # the run goes on
         run.kill()
         shutil.rmtree(run.directory / "bus")
-        shutil.rmtree(run.directory / "checkpoints")
+        later = run.directory / "checkpoints"
     with Processes(tmp_path / "elsewhere") as run:
         restored = run_tidemill("restore", str(saved), "--run-dir", str(run.directory))
         assert restored.returncode == 0, restored.output
-        for role in ("bus", "engine", "actor"):
-            run.start(role)
+        run.start("bus")
         async with run.bus() as bus:
+            words = ("audit", "--bus", run.url, "--run", "smoke", "--checkpoints", str(later))
+            audited = await asyncio.to_thread(run_tidemill, *words)
+            assert audited.returncode == 0, "checkpoints of later steps than the backup's are not its own"
+            shutil.rmtree(later)
+            for role in ("engine", "actor"):
+                run.start(role)
             learner = run.start("learner")
             last = await step_after(run, bus, 8)
             assert 12 < last < at_backup + 8
