@@ -15,7 +15,7 @@ from tests.engine_push import DEADLINE_S, flat, joined
 from tests.engine_serving import Gate, Served, greedy, prompts, serving
 from tests.skips import inapplicable
 from tests.tiny_models import tiny_model, write_tiny_model
-from tests.waits import until
+from tests.waits import until, until_gone
 from tidemill.actors.serving.builtin.transformers_cache import PagedLayer
 
 CONTEXT, LONG = 4096, 1000
@@ -91,10 +91,8 @@ async def test_a_whole_cycle_frees_the_memory_and_every_request_goes_on(director
         for _ in range(2):  # both verbs may be repeated
             assert await ask(served, RELEASE, "kv_cache") == 200
             assert await ask(served, RELEASE, "weights", "kv_cache") == 200
-        assert not await alive(before["weights"] | before["kv_cache"]) and storages(served) == {
-            "weights": set(),
-            "kv_cache": set(),
-        }
+        assert storages(served) == {"weights": set(), "kv_cache": set()}
+        await until_gone(lambda: alive(before["weights"] | before["kv_cache"]))
         tokens = served.engine.scheduler.counters.tokens_generated
         late = asyncio.create_task(served.generate(prompts(1)[0], **params | {"max_new_tokens": 300}))
         await served.until(lambda: len(served.engine.scheduler.waiting) == 5)
@@ -126,7 +124,7 @@ async def test_a_whole_cycle_frees_the_memory_and_every_request_goes_on(director
         both = storages(served)["weights"]
         assert len(both) == 2 * len(before["weights"]), "without a release in between there is a standby copy"
         assert await ask(served, RELEASE, "weights") == 200
-        assert not await alive(both)
+        await until_gone(lambda: alive(both))
 
 
 @pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])

@@ -104,6 +104,13 @@ _ABORT_S = 5.0  # An abort takes less time than this, or never returns
 T = TypeVar("T")
 
 
+def known(backend: str) -> str:
+    """Return the backend. Raises ValueError for one that is not in ``BACKENDS``."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: want one of {', '.join(BACKENDS)}, got {backend!r}")
+    return backend
+
+
 class BroadcastGroup:
     """One end of a group, by ``host`` (rank 0) or ``join``; raises PeerLost for a peer that is dead or too late."""
 
@@ -118,9 +125,7 @@ class BroadcastGroup:
         timeout_s: float,
         server: dist.TCPStore | None = None,
     ) -> None:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend: want one of {', '.join(BACKENDS)}, got {backend!r}")
-        self.name, self.rank, self.world_size, self.backend = name, rank, world_size, backend
+        self.name, self.rank, self.world_size, self.backend = name, rank, world_size, known(backend)
         self.timeout_s = timeout_s  # Deadline of an operation without one of its own
         self.port: int = store.port
         self._store: dist.TCPStore | None = store

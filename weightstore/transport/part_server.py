@@ -32,6 +32,7 @@ from tidemill.weightstore.errors import PeerLost, PublisherClosed
 from tidemill.weightstore.format.checksums import ChecksumReport, beside
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.loop_thread import LoopThread
+from tidemill.weightstore.transport.broadcast import known
 from tidemill.weightstore.transport.handles import shared_memory_domain
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import PartPlace, staged
@@ -169,8 +170,8 @@ class PartServer:
         self._has_left.set()
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        name, world_size, backend = str(body["name"]), int(body["world_size"]), str(body["backend"])
-        timeout_s = _seconds_in(body)
+        name, world_size, timeout_s = str(body["name"]), int(body["world_size"]), _seconds_in(body)
+        backend = known(str(body["backend"]))  # before a process is started for it
         try:
             sender = await Sender.open(
                 name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid
