@@ -8,7 +8,7 @@ import { nearest } from "./curves.js";
 import { layFlow } from "./charts.js";
 import { auditWords, balanceWords, isOld } from "./flow.js";
 import { Segments, phaseShares } from "./lanes.js";
-import { chooseNames, search, smooth } from "./learning.js";
+import { search, smooth } from "./learning.js";
 import { factText } from "./overview.js";
 import { EmbeddedSource, filterWords, matcher } from "./source.js";
 import { overlayValue } from "./sample.js";
@@ -112,7 +112,7 @@ test("a segment that comes again replaces the earlier one, and shares add up to 
 
 test("metrics are chosen by beginning and found by words and patterns", () => {
   const names = ["data/reward_mean", "eval/x", "eval/y", "train/entropy"];
-  assert.deepEqual(chooseNames(names, ["eval/*", "data/reward_mean"]), ["eval/x", "eval/y", "data/reward_mean"]);
+  assert.deepEqual(format.chooseNames(names, ["eval/*", "data/reward_mean"]), ["eval/x", "eval/y", "data/reward_mean"]);
   const metrics = names.map((name) => ({ name, meaning: name === "train/entropy" ? "mean entropy of the policy" : "" }));
   assert.deepEqual(search(metrics, "policy mean"), ["train/entropy"]);
   assert.deepEqual(search(metrics, "^eval/[xy]$"), ["eval/x", "eval/y"]);

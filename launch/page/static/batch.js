@@ -45,7 +45,8 @@ function groupsPanel(groups) {
   return panel("Groups", { size: "wide12" }, el("div.scroll", lines));
 }
 
-export async function batchPage({ source, run, go, value }) {
+export async function batchPage({ source, known, run, go, value }) {
+  await known;
   const step = value === "" ? run().step : Number(value);
   const walk = (by) => go(link("batch", Math.max(1, step + by)));
   const root = el("div.page", stepBar(step, go, walk));

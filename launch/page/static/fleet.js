@@ -123,5 +123,6 @@ class FleetView {
 }
 
 export async function fleetPage(context) {
-  return new FleetView(context, await context.source.get("fleet"));
+  const [fleet] = await Promise.all([context.source.get("fleet"), context.known]);
+  return new FleetView(context, fleet);
 }

@@ -109,6 +109,13 @@ export function parseLink(hash) {
   return { page: page || "overview", value, query: Object.fromEntries(items) };
 }
 
+/** Names that a list of names and beginnings (`eval/*`) takes, in its order. */
+export function chooseNames(all, wanted) {
+  const fits = (pattern) =>
+    all.filter((name) => (pattern.endsWith("*") ? name.startsWith(pattern.slice(0, -1)) : name === pattern));
+  return [...new Set(wanted.flatMap(fits))];
+}
+
 /** First and last token that `t=120-180` or `t=120` names, or null. */
 export function tokenRange(text) {
   const match = /^(\d+)(?:-(\d+))?$/.exec(text ?? "");

@@ -212,6 +212,11 @@ class SamplesView {
     return answer && this.load(answer.seq + 1);
   }
 
+  addPrompts(prompts) {
+    this.grid.append(promptsPanel(prompts));
+    this.hardest.hidden = false;
+  }
+
   update({ samples }) {
     this.fresh += samples?.new ?? 0;
     this.news.hidden = !this.fresh;
@@ -227,10 +232,10 @@ class SamplesView {
 
 export async function samplesPage(context) {
   const page = new SamplesView(context);
-  const [prompts] = await Promise.all([context.source.get("prompts").catch(() => null), page.show()]);
-  if (prompts) {
-    page.grid.append(promptsPanel(prompts));
-    page.hardest.hidden = false;
-  }
+  context.source.get("prompts").then(
+    (prompts) => page.addPrompts(prompts),
+    () => null,
+  );
+  await page.show();
   return page;
 }
