@@ -10,7 +10,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from aiohttp import web
@@ -193,7 +193,7 @@ class PageServer:
         return await self._samples.tokens(_number(query, "seq", None), start, count)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        with self.feed.viewer() as queue:
+        with self.feed.viewer() as queue, suppress(ConnectionResetError):  # a viewer that leaves
             headers = {**HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
             response = web.StreamResponse(headers=headers)
             await response.prepare(request)

@@ -85,9 +85,9 @@ def main() -> None:
 def measure(name: str, address: str, server: psutil.Process, args: argparse.Namespace) -> dict[str, Any]:
     """Return the costs of one page that is open for some seconds in a browser of its own."""
     with open_browser() as browser, reading(browser, address) as reader:
-        first = first_chart(reader, name, args)
         session = reader.page.context.new_cdp_session(reader.page)
         session.send("Performance.enable")
+        first = first_chart(reader, name, session, args)
         reader.page.evaluate(FRAMES)
         reader.page.wait_for_timeout(1000)
         reader.page.evaluate("window.frames_ms.length = 0")
@@ -110,25 +110,31 @@ def measure(name: str, address: str, server: psutil.Process, args: argparse.Name
     }
 
 
-def first_chart(reader: Reader, name: str, args: argparse.Namespace) -> dict[str, Any]:
+def first_chart(reader: Reader, name: str, session: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Return the time to the first chart of a page, and of the floor, over loads that alternate."""
     reader.page.add_init_script(FIRST)
     times: dict[str, list[float]] = {f"#{name}": [], FLOOR: []}
+    threads: dict[str, list[float]] = {place: [] for place in times}
     requests: list[list[Any]] = []
     for place in (FLOOR, f"#{name}") * args.loads:
         reader.page.goto("about:blank")
+        before = _metrics(session)
         reader.page.goto(f"{reader.base}{place}")
         reader.page.wait_for_function("() => window.first_ms !== undefined", polling=20)
+        threads[place].append(_metrics(session)["ThreadTime"] - before["ThreadTime"])
         times[place].append(reader.page.evaluate("window.first_ms") / 1e3)
         if place != FLOOR:
             requests = reader.page.evaluate(REQUESTS)
     if args.requests:
         print(*[[row[0], *map(round, row[1:])] for row in requests], sep="\n", file=sys.stderr)
     page_s, floor_s = (statistics.median(rows) for rows in times.values())
+    page_thread_s, floor_thread_s = (statistics.median(rows) for rows in threads.values())
     return {
         "page": name.partition("&")[0],
         "first chart, s": round(page_s, 2),
-        "floor, s": round(floor_s, 3),
+        "floor, s": round(floor_s, 2),
+        "thread to first chart, ms": round(1e3 * page_thread_s),
+        "floor's thread, ms": round(1e3 * floor_thread_s),
         "requests": len(requests),
         "KB": round(sum(row[3] for row in requests) / 1e3, 1),
     }

@@ -90,13 +90,15 @@ class App {
     this.main.focus();
   }
 
-  async start() {
-    await this.reload();
+  start() {
+    // The events begin before the answers, so that none is missed between them.
+    this.early = [];
     this.source.subscribe({
       apply: (event) => this.apply(event),
       opened: () => this.opened(),
       lost: () => this.lost(),
     });
+    this.reload();
     setInterval(() => this.drawHeader(), 1_000);
   }
 

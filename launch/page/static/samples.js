@@ -232,10 +232,11 @@ class SamplesView {
 
 export async function samplesPage(context) {
   const page = new SamplesView(context);
+  await page.show();
+  // Its prompts are fetched one by one, which the list does not wait for.
   context.source.get("prompts").then(
     (prompts) => page.addPrompts(prompts),
     () => null,
   );
-  await page.show();
   return page;
 }
