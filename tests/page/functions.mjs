@@ -82,6 +82,15 @@ test("the last ten steps decide about health", () => {
   assert.equal(format.judge(points, null, null).mark, "");
 });
 
+test("an item is put into its place, and replaces the one with its key", () => {
+  const points = [[1, 5], [3, 6]];
+  assert.deepEqual(format.addPoint(points, 2, 9), [[1, 5], [2, 9], [3, 6]]);
+  assert.deepEqual(format.addPoint(points, 3, 0), [[1, 5], [2, 9], [3, 0]]);
+  const long = Array.from({ length: 1_600 }, (_, step) => [step, 0]);
+  const reduced = format.addPoint(long, 1_600, 7);
+  assert.ok(reduced.length <= 1_600 && reduced.some(([, value]) => value === 7));
+});
+
 test("the nearest point of a curve", () => {
   const points = [[1, 0], [5, 0], [9, 0]];
   assert.deepEqual([0, 4, 6, 8, 99].map((step) => nearest(points, step)[0]), [1, 5, 5, 9, 9]);

@@ -88,6 +88,21 @@ def line(seq: int, **changes: Any) -> Headline:
     return Headline(**(values | changes))
 
 
+def test_an_engine_is_as_far_behind_as_its_samples_were_when_they_were_stored() -> None:
+    """Sequences run over the end of the ring; an evaluation and an empty response say nothing of an engine."""
+    held = HeldSamples(8)
+    stored = [("e1", 1), ("e2", 1), ("e1", 3), ("e2", 1), ("e1", 4), ("e2", 2), ("e1", 5)]
+    for place, (engine, version) in enumerate(stored):
+        held.add(line(4 + place, engine=engine, versions=(version, version), kind="train", tokens=10))
+    held.add(line(11, engine="e3", versions=(-1, -1), kind="train"))
+    held.add(line(12, engine="e3", versions=(0, 0), kind="eval"))
+    assert held.engines() == [
+        {"engine": "e2", "samples": 3, "behind": 1.33, "most_behind": 2, "version": 2, "tokens": 30},
+        {"engine": "e1", "samples": 3, "behind": 0.0, "most_behind": 0, "version": 5, "tokens": 30},
+    ]
+    assert HeldSamples(8).engines() == []
+
+
 async def turns_of_others(work: Coroutine[Any, Any, object]) -> int:
     """Return how often another coroutine had its turn during the work."""
     turns = 0

@@ -1,41 +1,19 @@
 // Curves of every metric with their healthy ranges, runs over each other, and the lag of the trained tokens.
 
-import { chooseNames, inUnit, judge, link, samplesLink } from "./format.js";
+import { addPoint, chooseNames, inUnit, judge, link, samplesLink } from "./format.js";
 import { button, choice, el, empty, panel } from "./dom.js";
 import { HeatMap } from "./charts.js";
 import { Curves } from "./curves.js";
 
 const SHOWN = {
-  reward: ["data/reward_mean", "train/reward_std", "data/reward/*", "eval/*", "train/zero_variance_group_share"],
-  policy: [
-    "train/entropy",
-    "train/grad_norm",
-    "train/kl_reference",
-    "train/ppo_clip_fraction",
-    "train/sft_loss",
-    "critic/explained_variance",
-  ],
-  "off-policy": [
-    "offpolicy/lag_mean",
-    "offpolicy/k3",
-    "offpolicy/ess",
-    "offpolicy/weight_mean",
-    "offpolicy/rejected_tokens",
-  ],
-  numerics: [
-    "offpolicy/fresh_logprob_diff_abs",
-    "offpolicy/fresh_k3",
-    "offpolicy/pearson",
-    "train/skipped_minibatches",
-  ],
-  data: [
-    "train/response_length_mean",
-    "train/truncated_share",
-    "train/tokens_per_second",
-    "train/wait_share",
-    "train/step_seconds",
+  reward: "data/reward_mean train/reward_std data/reward/* eval/* train/zero_variance_group_share",
+  policy:
+    "train/entropy train/grad_norm train/kl_reference train/ppo_clip_fraction train/sft_loss critic/explained_variance",
+  "off-policy": "offpolicy/lag_mean offpolicy/k3 offpolicy/ess offpolicy/weight_mean offpolicy/rejected_tokens",
+  numerics: "offpolicy/fresh_logprob_diff_abs offpolicy/fresh_k3 offpolicy/pearson train/skipped_minibatches",
+  data:
+    "train/response_length_mean train/truncated_share train/tokens_per_second train/wait_share train/step_seconds " +
     "train/mfu",
-  ],
 };
 const MOST_FOUND = 48; // tiles of a search
 const AT_ONCE = 60; // names in one request
@@ -100,10 +78,7 @@ class Tile {
   }
 
   push(step, value) {
-    const last = this.points.at(-1);
-    if (last && last[0] >= step) this.points = this.points.filter((point) => point[0] !== step);
-    this.points.push([step, value]);
-    if (this.points.length > 2_000) this.points.splice(0, 1);
+    this.points = addPoint(this.points, step, value);
     this.draw();
   }
 
@@ -200,7 +175,7 @@ class LearningView {
   groups() {
     const text = this.search.value.trim();
     const all = this.metrics.map((metric) => metric.name);
-    if (!text) return Object.entries(SHOWN).map(([group, names]) => [group, chooseNames(all, names)]);
+    if (!text) return Object.entries(SHOWN).map(([group, names]) => [group, chooseNames(all, names.split(" "))]);
     const hits = search(this.metrics, text);
     return [[`${hits.length} of ${all.length} metrics`, hits.slice(0, MOST_FOUND)]];
   }
@@ -256,7 +231,7 @@ class LearningView {
 
 export async function learningPage(context) {
   const { source, query } = context;
-  const names = Object.values(SHOWN).flat().join(",");
+  const names = Object.values(SHOWN).join(" ").replaceAll(" ", ",");
   const [{ metrics }, lags, series] = await Promise.all([
     source.get("metrics"),
     source.get("lags").catch(() => null),
