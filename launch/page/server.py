@@ -237,9 +237,8 @@ def _file(request: web.Request, file: StaticFile) -> web.Response:
     else:
         deflated = len(file.deflated) < len(file.body) and _takes_deflate(request)
         headers |= {"Content-Encoding": "deflate"} if deflated else {}
-        charset = None if file.content_type == "image/png" else "utf-8"
         body = file.deflated if deflated else file.body
-        response = web.Response(body=body, content_type=file.content_type, charset=charset, headers=headers)
+        response = web.Response(body=body, content_type=file.content_type, charset="utf-8", headers=headers)
     response.etag = file.tag
     return response
 

@@ -27,6 +27,7 @@ from tidemill.bus.wire.messages import Dead
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli import main as cli
 from tidemill.launch.page import export as page_export
+from tidemill.launch.page import static_files
 from tidemill.launch.page.access import POLICY, PageAccess
 from tidemill.launch.page.serve import access_of
 from tidemill.launch.page.static_files import joined, read_files
@@ -260,7 +261,7 @@ async def test_an_export_holds_the_answers_in_one_file_that_allows_only_itself(
     static.mkdir()
     for name, text in {**MODULES, "app.css": "p { color: red }", "icon.svg": "<svg/>"}.items():
         (static / name).write_text(text)
-    monkeypatch.setattr(page_export, "STATIC", static)
+    monkeypatch.setattr(static_files, "STATIC", static)
     file = tmp_path / "run.html"
     async with open_bus() as bus:
         run = await Run(bus).begin()

@@ -50,3 +50,17 @@ async def stored(bus: Bus) -> dict[str, tuple[int, int]]:
     """Return the number of messages and the last sequence of each stream."""
     streams = await bus.nc.jetstream().streams_info()
     return {str(info.config.name): (info.state.messages, info.state.last_seq) for info in streams}
+
+
+async def test_an_event_has_the_facts_of_the_overview_when_they_changed(open_bus: BusOpener) -> None:
+    """So an open overview asks for nothing again."""
+    async with open_bus() as bus:
+        run = await Run(bus).begin()
+        await run.done(1, data__reward_mean=0.5)
+        async with page_of(bus) as page, asyncio.timeout(LIMIT_S):
+            await page.until("run", lambda answer: answer["step"] == 1)
+            await run.done(2, data__reward_mean=0.75)
+            async for event in page.events():
+                facts = event.get("overview", {"facts": []})["facts"]
+                if any((fact["name"], fact["value"]) == ("reward", 0.625) for fact in facts):
+                    break

@@ -77,6 +77,7 @@ def test_alarms_are_those_that_the_learner_has_counted() -> None:
     assert not alarms.as_list()
     alarms.step(2, {**mismatch, "alarm/warnings": 1.0}, 2.0, settings)
     assert [(alarm["id"], alarm["since_step"]) for alarm in alarms.as_list()] == [("numerics", 2)]
+    assert alarms.as_list()[0]["link"] == "#learning&q=offpolicy/fresh_logprob_diff_abs"
     off = RunSettings({"learner": {"algorithm": {"alarms": {"action": "off"}}}})
     alarms = RunAlarms()
     alarms.step(1, {"data/episode_lag_share_p95": 9.0}, 1.0, off)

@@ -198,10 +198,9 @@ export class Curves extends Chart {
   words() {
     const line = this.lines[0] ?? { points: [] };
     const points = line.points.filter((point) => point[1] != null);
-    const places = new Set(Array.from({ length: 9 }, (_, place) => Math.round((place / 8) * (points.length - 1))));
-    const rows = [...places]
-      .filter((place) => points[place])
-      .map((place) => [count(points[place][0]), this.format(points[place][1])]);
+    const every = Math.ceil(points.length / 9);
+    const chosen = points.filter((_, place) => (points.length - 1 - place) % every === 0);
+    const rows = chosen.map(([step, value]) => [count(step), this.format(value)]);
     return {
       head: ["step", this.label],
       rows,
