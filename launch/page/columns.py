@@ -140,8 +140,8 @@ def _points(values: NDArray[np.float32], rows: NDArray[np.intp], first_step: int
 def all_rounded(values: NDArray[np.float32]) -> list[float | None]:
     """Return numbers of float32 with the seven digits that they have; None for those that are not finite.
 
-    A division of whole numbers gives the double nearest to the decimal number, so JSON has no more digits; numbers above
-    1e7, whose scale is no whole number, may have another last bit.
+    A division of whole numbers gives the double nearest to the decimal number, so JSON has no more digits. Numbers
+    above 1e7, whose scale is no whole number, may have another last bit.
     """
     numbers = values.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
