@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
 """Interval of reading the ack floor, which also covers acks that were missed while the connection was down."""
-GRACE_S = 0.05
+GRACE_S = 0.1
 """Grace period between an ack and the check, by which the samples are nearly always read; it also limits requests."""
 
 

@@ -39,8 +39,8 @@ from tidemill.learner.feed.sample_transfer import SampleServer
 
 BUS_WAIT_S = 300.0
 _BEAT_S = 1.0
-_MOST_ROWS, _MOST_BYTES = 64, 1 << 20
-_FLUSH_S = 0.02
+_MOST_ROWS, _MOST_BYTES = 128, 1 << 20
+_FLUSH_S = 0.05
 """Longest time that the index of a sample waits for others: the feeder is woken once for all of them."""
 
 
