@@ -114,7 +114,7 @@ class Unusable(msgspec.Struct, array_like=True, gc=False, eq=False, tag="unusabl
     actor: str
     field: str
     want: str
-    got: str
+    got: Any
 
     @property
     def error(self) -> WireError:
@@ -124,7 +124,7 @@ class Unusable(msgspec.Struct, array_like=True, gc=False, eq=False, tag="unusabl
 
 def unusable(seq: int, error: WireError, actor: str) -> Unusable:
     """Return the entry of a message that is no valid sample."""
-    return Unusable(seq, actor, *(str(value) for value in error.args))
+    return Unusable(seq, actor, *error.args)
 
 
 def context_of(tokens: np.ndarray[Any, Any]) -> bytes:

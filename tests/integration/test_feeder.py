@@ -80,9 +80,7 @@ def open_world(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Open
         settings = {key: changes.pop(key) for key in list(changes) if key in BusConfig.__dataclass_fields__}
         values: dict[str, Any] = {"steps": 5, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2}
         learner = LearnerConfig(**(values | {"max_tokens_per_micro_batch": 16} | changes))
-        config = BusConfig(
-            **({"lease_s": 5.0, "sample_shards": int(__import__("os").environ.get("H4_SHARDS", "1"))} | settings)
-        )
+        config = BusConfig(**({"lease_s": 5.0} | settings))
         (tmp_path / "checkpoints").mkdir()
         async with connect(nats_server.url, run_id, config, name="test", wait_s=60) as bus:
             await bus.create_layout()
