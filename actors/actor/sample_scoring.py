@@ -35,6 +35,8 @@ class Scorers:
     """Reward of whole groups; None = samples alone have one."""
     teachers: Teachers | None = None
     """Models that score the tokens of training samples; None = samples need none."""
+    never_waits: bool = False
+    """True if ``score`` returns without waiting for anything, so that rewards gain nothing from running at once."""
     waits_for: Callable[[], str] = lambda: ""
     """Returns what a reward waits for, in words; empty when it waits for nothing outside of its own process."""
     stop_waiting: Callable[[], None] = lambda: None
@@ -57,6 +59,7 @@ class SampleScorer:
         """``note_outage``: called for a task whose score fails for a cause outside of its row."""
         self._actor_id, self._config, self._activity, self._note_outage = actor_id, config, activity, note_outage
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
+        self._never_waits = scorers.never_waits
         self._repeated = FailureLog(logger)
         self.running = 0
         """Rewards of samples that are computed, or wait for it."""
@@ -66,6 +69,10 @@ class SampleScorer:
         if self._group_score is None or not fits(self._config.group_reward_when, task.metadata):
             return False
         return task.kind is not Kind.EVAL or self._score is None  # an evaluation scores each sample by itself
+
+    def scores_at_once(self, task: Task) -> bool:
+        """Return whether ``score`` of a sample of the task waits for nothing."""
+        return self._never_waits and (self._teachers is None or task.kind is not Kind.TRAIN)
 
     async def score(self, task: Task, made: Made) -> Sample:
         """Return the sample with its reward and, for training, its teacher's scores; its tokens stay when one fails."""
