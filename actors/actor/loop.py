@@ -27,8 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from tidemill.actors.actor.partial_store import PartialStore
 from tidemill.actors.actor.sample_scoring import SampleScorer, Scorers, complete
 from tidemill.actors.actor.single_turn import failed_sample
 from tidemill.actors.config import ActorConfig
@@ -102,6 +101,7 @@ class Actor:
         """``rollouts``: by name; the empty name makes samples of tasks without one. Other tasks are not leased."""
         self._bus, self._actor_id, self._config, self._activity = bus, actor_id, config, activity
         self._responses, self._rollouts, self._scorers = responses, dict(rollouts), scorers
+        self._partials = PartialStore(bus, actor_id, activity.counters, enabled=config.partials)
         self._scorer = SampleScorer(actor_id, config, scorers, activity, self._note_outage)
         self._repeated = FailureLog(logger)
         self._limit = SampleLimit(config.max_samples_in_flight)
@@ -224,7 +224,7 @@ class Actor:
         task = lease.task
         try:
             async with lease.kept():
-                outcomes = await self._make_group(lease, await self._stored_partials(lease))
+                outcomes = await self._make_group(lease, await self._partials.read(lease))
                 failures = [outcome.failed for outcome in outcomes if outcome.failed]
                 unfinished = [outcome.unfinished for outcome in outcomes if outcome.unfinished]
                 # An ack or nak by this actor would count for the other actor's lease.
@@ -232,7 +232,9 @@ class Actor:
                     logger.info("task left to another actor task=%d", task.id)
                     return
                 if failures or unfinished:
-                    await self._store_partials(lease, outcomes)
+                    begun = [outcome.partial for outcome in outcomes if outcome.partial is not None]
+                    seqs = {index: outcome.seq for index, outcome in enumerate(outcomes) if outcome.seq}
+                    await self._partials.store(lease, begun, seqs)
             if failures:
                 await self._fail(lease, f"{len(failures)} of {task.group_size} samples: {failures[0]}")
             elif unfinished:
@@ -252,32 +254,6 @@ class Actor:
             logger.exception("task failed task=%d", task.id)
             self._note_outage(task)
             await self._fail(lease, repr(error))
-
-    async def _stored_partials(self, lease: Lease) -> dict[int, Partial]:
-        """Return the partials that earlier actors stored for the task, by sample index."""
-        # At the first delivery no other actor has had the task, so there are none to read.
-        if lease.deliveries == 1 or not self._config.partials:
-            return {}
-        try:
-            return await self._bus.partials.of(lease.task.id)
-        except BusError as error:  # then all samples are generated again
-            logger.warning("partials not read task=%d error=%s", lease.task.id, error)
-            return {}
-
-    async def _store_partials(self, lease: Lease, outcomes: Sequence[RolloutOutcome]) -> None:
-        """Store unfinished responses, and the places of finished samples, while this actor has the lease."""
-        if self._config.partials:
-            partials = [outcome.partial for outcome in outcomes if outcome.partial is not None]
-            # Subjects of samples do not name their tasks, so SAMPLES cannot be searched for them (decision 009).
-            partials += [_place_of(lease, index, outcome.seq) for index, outcome in enumerate(outcomes) if outcome.seq]
-            await asyncio.gather(*(self._store_partial(replace(partial, actor=self._actor_id)) for partial in partials))
-
-    async def _store_partial(self, partial: Partial) -> None:
-        try:
-            stored = await self._bus.partials.store(partial)
-            self._activity.counters.partials_stored += stored and not partial.sample_seq
-        except WireError:
-            logger.exception("invalid partial task=%d index=%d", partial.task, partial.index)
 
     async def _make_group(self, lease: Lease, partials: dict[int, Partial]) -> list[RolloutOutcome]:
         """Generate and store the samples of a task; a reward of groups scores all of them first."""
@@ -421,17 +397,3 @@ class Actor:
         if not self.in_flight:
             self._idle_since_s = time.monotonic()
         self._changed.wake()
-
-
-def _place_of(lease: Lease, index: int, seq: int) -> Partial:
-    """Return a partial without a response that has the stream sequence of a finished sample."""
-    return Partial(
-        run=lease.task.run,
-        task=lease.task.id,
-        index=index,
-        attempt=lease.attempt,
-        tokens=np.zeros(0, np.int32),
-        rollout_log_probs=np.zeros(0, np.float32),
-        spans=(),
-        sample_seq=seq,
-    )
