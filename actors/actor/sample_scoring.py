@@ -6,8 +6,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from tidemill.actors.actor.single_turn import failed
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.activity import Activity
@@ -15,7 +13,7 @@ from tidemill.actors.episodes.port import Made
 from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.system.output import FailureLog
-from tidemill.bus.wire.messages import Kind, Sample, Status, Task
+from tidemill.bus.wire.messages import Kind, Sample, Status, Task, Timings
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
 from tidemill.rewards.part_settings import fits
@@ -123,7 +121,10 @@ class SampleScorer:
             return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
         finally:
             self.running -= 1
-        timings = replace(sample.timings, reward_s=time.monotonic() - begin)
+        spent, reward_s = sample.timings, time.monotonic() - begin
+        timings = Timings(
+            queued_s=spent.queued_s, generating_s=spent.generating_s, tools_s=spent.tools_s, reward_s=reward_s
+        )
         return complete(sample, reward=reward, timings=timings, actor=self._actor_id, created_s=time.time())
 
     async def _teach(self, teachers: Teachers, task: Task, sample: Sample) -> Sample:
@@ -163,7 +164,7 @@ def _request_of(task: Task, sample: Sample) -> RewardRequest:
         tokens=sample.tokens,
         metadata=task.metadata,
         response_length=sample.response_length,
-        sampled_length=int(np.count_nonzero(sample.loss_mask)),
+        sampled_length=sample.sampled_length,
         num_turns=1 if sample.turns is None else len(sample.turns.tokens),
         transcript=sample.transcript,
     )

@@ -5,8 +5,6 @@ from collections.abc import AsyncGenerator, Callable, Collection, Container, Map
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
 from tidemill.bus.client.outbox import PublishAck
@@ -269,7 +267,7 @@ def headers_of(sample: Sample) -> dict[str, str]:
         fields.append(f"turns={len(sample.turns.at)}")
     if len(sample.sequences) > 1:
         fields.append(f"sequences={len(sample.sequences)}")
-    if (sampled := int(np.count_nonzero(sample.loss_mask))) != sample.response_length:
+    if (sampled := sample.sampled_length) != sample.response_length:
         fields.append(f"sampled={sampled}")
     if _HEADER_VALUE.fullmatch(sample.engine):
         fields.append(f"engine={sample.engine}")
