@@ -62,8 +62,9 @@ class Outbox:
 
         Raises Refused, Forbidden, BusFull; BusUnavailable, after which the message may be stored all the same.
         """
+        answer = await self._answer(subject, payload, headers)
         try:
-            return _read(subject, await self._answer(await self._send(subject, payload, headers)))
+            return _read(subject, answer)
         except BusUnavailable as error:
             raise await self.explained(error) from None
 
@@ -72,8 +73,7 @@ class Outbox:
         acks, sent = list[PublishAck | None](), list[asyncio.Future[Msg | None]]()
         try:
             with suppress(BusUnavailable, Forbidden):
-                for message in messages:
-                    sent.append(await self._send(*message))
+                await heard(self._send_all(messages, sent))
             for (subject, _, _), answer in zip(messages, sent, strict=False):
                 ack = None
                 with suppress(BusUnavailable, Forbidden, Refused):
@@ -86,14 +86,20 @@ class Outbox:
 
     async def request(self, subject: str, payload: bytes) -> None:
         """Send a request and wait for its empty answer. Raises as ``attempt``."""
-        answer = await self._answer(await self._send(subject, payload))
+        answer = await self._answer(subject, payload)
         if answer is None or answer.headers:
             raise BusUnavailable(subject, "no answer" if answer is None else "no responders")
+
+    async def _send_all(
+        self, messages: Sequence[tuple[str, bytes, dict[str, str]]], sent: "list[asyncio.Future[Msg | None]]"
+    ) -> None:
+        for message in messages:
+            sent.append(await self._send(*message))
 
     async def _send(
         self, subject: str, payload: bytes, headers: dict[str, str] | None = None
     ) -> "asyncio.Future[Msg | None]":
-        """Send a message, and return its future answer; None = none came, or the connection broke."""
+        """Send a message, and return its future answer; None = none came, or the connection broke. In ``heard``."""
         self._connection.check_allowed(subject)
         if not self._inbox:
             await self._open()
@@ -107,15 +113,17 @@ class Outbox:
         if self._sweeping is None:
             self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
-            await heard(self._connection.nc.publish(subject, payload, reply=token, headers=headers))
+            await self._connection.nc.publish(subject, payload, reply=token, headers=headers)
         except BaseException as error:
-            del self._waiting[token]
+            self._waiting.pop(token, None)
             if isinstance(error, FOREIGN):  # without the block of ``translated``: this is done for each sample
                 raise unavailable(subject, error) from None
             raise
         return future
 
-    async def _answer(self, future: "asyncio.Future[Msg | None]") -> Msg | None:
+    async def _answer(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> Msg | None:
+        """Send a message, and return its answer; None = none came, or the connection broke."""
+        future = await heard(self._send(subject, payload, headers))
         try:
             return await future
         finally:
