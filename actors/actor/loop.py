@@ -282,9 +282,7 @@ class Actor:
         finally:
             end(unfinished)
 
-    async def _make_together(
-        self, lease: Lease, begun: Mapping[int, Made | Partial | None]
-    ) -> Sequence[RolloutOutcome]:
+    async def _make_together(self, lease: Lease, begun: Mapping[int, Made | Partial | None]) -> list[RolloutOutcome]:
         # Without partials: a finished sample of an earlier actor is in the stream, and cannot be scored together with
         # the samples of this attempt.
         indices = range(lease.task.group_size)
