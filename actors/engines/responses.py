@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.activity import Activity
-from tidemill.actors.engines.port import FINISHED, Engine, Generation
+from tidemill.actors.engines.port import FINISHED, Engine, GenerateOptions, Generation
 from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
 from tidemill.bus.errors import DetailedError, WireError
@@ -186,9 +186,8 @@ class Responses:
                 attempts.last = str(error)
             logger.info("request broken off request=%s broken=%d error=%s", prompt.name, attempts.broken, attempts.last)
             if attempts.broken >= self._retries:
-                raise GenerationFailed(
-                    f"{attempts.broken} requests broken off, the last one: {attempts.last}", outside=True
-                )
+                reason = f"{attempts.broken} requests broken off, the last one: {attempts.last}"
+                raise GenerationFailed(reason, outside=True)
         raise attempts.interrupted("the actor is draining")
 
     async def generate_group(
@@ -206,7 +205,7 @@ class Responses:
         except NoServer as error:
             raise Interrupted(str(error), None, Timings(queued_s=time.monotonic() - begin)) from error
         try:
-            with self._engines.using(entry) as (name, engine):
+            with self._engines.using(entry, len(names)) as (name, engine):
                 sent_s = time.monotonic()
                 with self._noting_loss(name):
                     answers = await self._ask_group(engine, prompt, names)
@@ -226,10 +225,9 @@ class Responses:
                     raise EngineFailed(name, reason)
         except (BadRequest, EngineFailed, EngineUnavailable) as error:
             complete = sum(response is not None and response.generation.finish in FINISHED for response in responses)
-            if isinstance(error, EngineFailed | EngineGone):
-                self._activity.counters.requests_aborted += len(names) - complete
-            text = "group broken off request=%s complete=%d of %d error=%s"
-            logger.info(text, prompt.name, complete, len(names), error)
+            aborted = (len(names) - complete) * isinstance(error, EngineFailed | EngineGone)
+            self._activity.counters.requests_aborted += aborted
+            logger.info("group broken off request=%s complete=%d error=%s", prompt.name, complete, error)
         return responses
 
     def waits_for(self) -> str:
@@ -249,9 +247,7 @@ class Responses:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(end):
                 while self._in_flight:
-                    await asyncio.gather(
-                        *(_abort(engine, request_id) for request_id, (engine, _) in self._in_flight.items())
-                    )
+                    await asyncio.gather(*(_abort(engine, name) for name, (engine, _) in self._in_flight.items()))
                     await asyncio.sleep(ABORT_EVERY_S)
 
     async def _attempt(self, attempts: _Attempts) -> EngineResponse | None:
@@ -357,13 +353,8 @@ class Responses:
             async with asyncio.timeout(None) as limit:  # ``cut_short`` sets the limit
                 self._in_flight.update(dict.fromkeys(request_ids, (engine, limit)))
                 with self._activity:
-                    return await engine.generate_group(
-                        prompt.tokens,
-                        prompt.sampling,
-                        request_ids,
-                        min_version=prompt.min_version,
-                        timeout_s=self._timeout_s,
-                    )
+                    bounds: GenerateOptions = {"min_version": prompt.min_version, "timeout_s": self._timeout_s}
+                    return await engine.generate_group(prompt.tokens, prompt.sampling, request_ids, **bounds)
         except TimeoutError:
             return ()
         finally:

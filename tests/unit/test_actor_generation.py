@@ -149,6 +149,7 @@ async def test_a_group_that_is_cut_short_keeps_its_tokens() -> None:
         engine.hold = asyncio.Event()
         asking = asyncio.create_task(single.group(TASK, "n0"))
         await until(lambda: engine.asked, every_s=0)
+        assert [load.requests for load in engines.loads()] == [4]
         await single.responses.cut_short()
         begun = await asking
         assert [each.tokens.tolist() for each in begun if isinstance(each, Partial)] == [[5, 6]] * 4
