@@ -21,7 +21,7 @@ import pytest
 
 from tests.sglang.server import ARGUMENTS, config
 from tests.tiny_models import PAD
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tests.whole.running import ROOT
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineError, EngineFailed, EngineUnavailable, UpdateRefused
@@ -60,7 +60,7 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(
             await _only_the_proxy_asks(engine, whole, tmp_path / "sglang.log")
             begun = asyncio.Event()
             streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
-            await asyncio.wait_for(begun.wait(), 60)
+            await asyncio.wait_for(begun.wait(), LIMIT_S)
             (victim,) = [
                 one
                 for one in whole
@@ -73,10 +73,10 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(
             with pytest.raises(
                 EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* has ended" if "::" in part else "")
             ):
-                await asyncio.wait_for(engine.failed(), 30)
+                await asyncio.wait_for(engine.failed(), LIMIT_S)
             assert not engine.servable
             with pytest.raises(aiohttp.ClientError):  # rather than wait for more
-                await asyncio.wait_for(streaming, 30)
+                await asyncio.wait_for(streaming, LIMIT_S)
         await _until_gone([one.pid for one in whole])
 
     asyncio.run(started())
@@ -98,7 +98,7 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
             scheduler.suspend()
             pushes = asyncio.create_task(_join_for_ever(engine))  # there is always an update in progress
             with pytest.raises(EngineFailed, match="has not answered for 10 s"):
-                await asyncio.wait_for(engine.failed(), 60)
+                await asyncio.wait_for(engine.failed(), LIMIT_S)
             pushes.cancel()
         await _until_gone([one.pid for one in whole])
 
@@ -355,7 +355,7 @@ def test_a_server_that_cannot_start_is_told_with_its_last_lines(
 
 async def _until_watched(keeper: int, pid: int) -> None:
     """Wait until the keeper of the server's processes has a pidfd of this one. Source: proc(5), fdinfo."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         await until(lambda: any(f"Pid:\t{pid}\n" in info for info in _descriptors(keeper)))
 
 
@@ -366,7 +366,7 @@ def _descriptors(pid: int) -> Iterator[str]:
 
 
 async def _until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT_S
     while left := [pid for pid in pids if _lives(pid)]:
         assert time.monotonic() < deadline, left
         await asyncio.sleep(0.1)
