@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.bus_fixtures import BusOpener
-from tests.page_kit import HOSTILE, LIMIT_S, SHOWN, Run, page_of, routes_of
-from tests.waits import until
+from tests.page_kit import HOSTILE, SHOWN, Run, page_of, routes_of
+from tests.waits import LIMIT_S, until
 from tidemill.bus.errors import StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire import subjects

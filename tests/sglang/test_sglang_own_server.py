@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -89,20 +90,34 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
 
     async def started() -> None:
         settings = config(python, log=str(tmp_path / "sglang.log"))
-        settings = replace(settings, sglang=replace(settings.sglang, silent_s=10.0))
+        settings = replace(settings, sglang=replace(settings.sglang, silent_s=20.0))
         async with started_engine(directories[0], settings) as (engine, whole):
             await engine.api.call("POST", "/pause_generation", {"mode": "in_place"})
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(engine.failed(), 15)  # it answers, and lives on
+            polls, failing = _count_polls(engine.api), asyncio.create_task(engine.failed())
+            # It answers, and lives on. (The first answer may be of a poll from before the pause.)
+            await until(lambda: polls["/server_info"] >= 3, alive=lambda: not failing.done())
             (scheduler,) = [one for one in whole if "sglang::scheduler" in one.cmdline()[0]]
             scheduler.suspend()
             pushes = asyncio.create_task(_join_for_ever(engine))  # there is always an update in progress
-            with pytest.raises(EngineFailed, match="has not answered for 10 s"):
-                await asyncio.wait_for(engine.failed(), LIMIT_S)
+            with pytest.raises(EngineFailed, match="has not answered for 20 s"):
+                await asyncio.wait_for(failing, LIMIT_S)
             pushes.cancel()
         await _until_gone([one.pid for one in whole])
 
     asyncio.run(started())
+
+
+def _count_polls(api: Api) -> Counter[str]:
+    """Return a counter of the answers of a server by path."""
+    answers, call = Counter[str](), api.call
+
+    async def counted(method: str, path: str, *rest: Any, **named: Any) -> Any:
+        answer = await call(method, path, *rest, **named)
+        answers[path] += 1
+        return answer
+
+    api.call = counted  # type: ignore[method-assign]
+    return answers
 
 
 async def _only_the_proxy_asks(engine: SglangEngine, whole: list[psutil.Process], log: Path) -> None:
@@ -270,7 +285,8 @@ def test_arguments_of_the_scheduler_have_an_effect(python: str, directories: lis
         server = await ServerProcess.open(directories[0], settings)
         try:
             assert await _cached(server.api) == 32, "page_size: whole pages of a prompt of 38 tokens"
-            assert await _parts_of_a_stream(server, tokens=20) in (4, 5), "stream_interval"
+            # A reader that waited for a core gets two parts as one.
+            assert await _parts_of_a_stream(server, tokens=20) <= 5, "stream_interval"
             new_tokens = 220
             assert 2 * len(PROMPT) + new_tokens * (1 + RESERVED) > SCHEDULING["max_total_tokens"]
             sampling = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
