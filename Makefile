@@ -169,11 +169,13 @@ test-slurm: setup
 test-slurm-all: setup
 	$(BIN)/python -m pytest -s tests/deploy/test_slurm.py tests/deploy/test_slurm_storm.py
 
-# Every family of transformers in the tables of docs/models.md, on one rank and two, and docs/families.md; `make test` tries one of each kind.
+# Every family of transformers in the tables of docs/models.md, on one rank and two, docs/families.md, the contract of backends, and the traps put back.
+# `make test` tries one family of each kind.
 .PHONY: test-families
 test-families: export THOROUGH := 1
 test-families: setup
-	$(BIN)/python -m pytest tests/integration/test_fsdp_families.py tests/integration/test_fsdp_model.py tests/integration/test_other_families.py
+	$(BIN)/python -m pytest tests/integration/test_fsdp_families.py tests/integration/test_fsdp_model.py tests/integration/test_other_families.py \
+		tests/contract/test_learner_backends.py tests/integration/test_fsdp_mutants.py
 
 # The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready
