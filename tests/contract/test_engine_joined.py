@@ -9,13 +9,12 @@ import pytest
 from tests.engine_kinds import Kind
 from tests.engine_serving import Served, serving
 from tests.tiny_models import write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.port import FINISHED
 from tidemill.actors.errors import BadRequest
 from tidemill.bus.wire.messages import Sampling
 
-LIMIT_S = 60.0
 PROMPT = np.array([5, 6, 7], np.int32)
 
 

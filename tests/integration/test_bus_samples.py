@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_sample, take
 from tests.refusals import refusal
-from tests.waits import until, until_gone
+from tests.waits import LIMIT_S, until, until_gone
 from tidemill.bus.client import outbox
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusUnavailable, NotFound, StreamReplaced, StreamTrimmed, WireError
@@ -404,7 +404,7 @@ async def test_parts_without_a_manifest_do_not_keep_a_tail_from_its_end(open_bus
         await bus.js.publish(
             subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"}
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             assert [received.seq async for received in bus.samples.tail(last=2, follow=False)] == [1]
             assert [received.seq async for received in bus.samples.tail(last=1, follow=False)] == []
 
