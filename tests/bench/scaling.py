@@ -16,7 +16,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.bench.actors import GROUP_SIZE, Point, measure, report
+from tests.bench.actors import GROUP_SIZE, GROUPS_PER_STEP, Point, measure, report
 
 STEP_S = 0.001
 SIMULATED_S = 20.0
@@ -252,7 +252,13 @@ def main() -> None:
 
 def measured(args: argparse.Namespace, shards: int) -> list[Point]:
     """Measure at each rate, and print what was measured."""
-    options = {"actors": args.actors, "seconds": args.seconds, "shards": shards, "tokens": SAMPLE_TOKENS}
+    options = {
+        "actors": args.actors,
+        "seconds": args.seconds,
+        "shards": shards,
+        "tokens": SAMPLE_TOKENS,
+        "groups": GROUPS_PER_STEP,
+    }
     points = measure(argparse.Namespace(**options), [float(rate) for rate in args.rates.split(",")])
     for point in points:
         report(point, args.actors)
