@@ -25,6 +25,7 @@ NO_ACCOUNT = "$G"
 POOLS = ("actor", "engine", "scorer", "host")
 LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"
 SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)  # Roles with one user of the same name
+SHADOW = "shadow"  # Role of a shadow learner, whose user has its name: shadow-NAME
 USER_VARIABLE, PASSWORD_VARIABLE = "TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD"
 # Environment variable with the path of a file that sets the other two
 CREDENTIALS_VARIABLE = "TIDEMILL_BUS_CREDENTIALS"
@@ -56,8 +57,8 @@ class Permissions:
 def permissions(role: str, name: str, run: str, config: BusConfig) -> Permissions:
     """Return the permissions of a process of this role and name. Raises ValueError for an unknown role."""
     rights = _Rights(run, config, subjects.token(name))
-    if role not in (*SINGLE, *POOLS):
-        raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS))}, got {role!r}")
+    if role not in (*SINGLE, *POOLS, SHADOW):
+        raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS, SHADOW))}, got {role!r}")
     publish, subscribe, denied = getattr(rights, role)()
     return Permissions(
         publish=tuple(dict.fromkeys(publish)),
@@ -75,7 +76,7 @@ class _Rights:
     """(publish, subscribe, denied) of every role. No role subscribes to subjects it writes: a cycle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
-        self._run, self._name, self._rollouts = run, name, config.rollouts
+        self._run, self._name, self._config, self._rollouts = run, name, config, config.rollouts
         self._streams = [str(stream["name"]) for stream in stream_configs(run, config)]
         self._tasks, self._shards = subjects.stream(run, subjects.TASKS), Shards(config.sample_shards)
         self._rows_of = {bucket: subjects.row(run, bucket, ">") for bucket in subjects.BUCKETS}
@@ -89,6 +90,23 @@ class _Rights:
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
         return [*run, *api], [*run, *subjects.acks(self._run, self._rollouts)], []
+
+    def shadow(self) -> _Lists:
+        """Reads plans, samples and tasks of the run; has all rights on the run of its own name, but hears no change."""
+        own = _Rights(f"{self._run}-{self._name.removeprefix(f'{SHADOW}-')}", self._config, self._name)
+        publish = [subjects.everything(own._run), *own._rows_of.values(), _api("INFO"), _api("STREAM.NAMES")]
+        for stream in own._streams:
+            publish += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "PURGE")]
+        of_run = [stream for stream in self._streams if not stream.startswith("KV_")]
+        for stream in (*of_run, *own._streams):
+            publish += [_api(f"STREAM.{verb}.{stream}") for verb in ("INFO", "MSG.GET")]
+            publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
+        denied = [
+            _api(f"CONSUMER.{verb}.{self._tasks}.{queue}")
+            for verb in ("CREATE", "MSG.NEXT")
+            for queue in subjects.queues(self._rollouts).values()
+        ]
+        return publish, [], denied
 
     def actor(self) -> _Lists:
         """Leases and settles tasks; stores samples under its own name, parts, partials, reports of failures."""
@@ -195,6 +213,7 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
     roles = {
         **{role: role for role in SINGLE},
         **{f"{role}-{number}": role for role in POOLS for number in range(config.auth_users)},
+        **{f"{SHADOW}-{name}": SHADOW for name in config.auth_shadows},
     }
     file = directory / USERS_FILE
     hashes: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
