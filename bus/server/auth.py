@@ -10,7 +10,7 @@ import ctypes.util
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,20 +93,25 @@ class _Rights:
 
     def shadow(self) -> _Lists:
         """Reads plans, samples and tasks of the run; has all rights on the run of its own name, but hears no change."""
-        own = _Rights(f"{self._run}-{self._name.removeprefix(f'{SHADOW}-')}", self._config, self._name)
+        own = self._of_shadow(self._name.removeprefix(f"{SHADOW}-"))
         publish = [subjects.everything(own._run), *own._rows_of.values(), _api("INFO"), _api("STREAM.NAMES")]
         for stream in own._streams:
             publish += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "PURGE")]
         of_run = [stream for stream in self._streams if not stream.startswith("KV_")]
-        for stream in (*of_run, *own._streams):
-            publish += [_api(f"STREAM.{verb}.{stream}") for verb in ("INFO", "MSG.GET")]
-            publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
-        denied = [
-            _api(f"CONSUMER.{verb}.{self._tasks}.{queue}")
-            for verb in ("CREATE", "MSG.NEXT")
-            for queue in subjects.queues(self._rollouts).values()
-        ]
-        return publish, [], denied
+        publish += _read_from([*of_run, *own._streams])
+        return publish, [], self._queue_requests("CREATE", "MSG.NEXT")
+
+    def _of_shadow(self, name: str) -> "_Rights":
+        return _Rights(f"{self._run}-{name}", self._config, self._name)
+
+    def _queue_requests(self, *verbs: str) -> list[str]:
+        """Return requests to the consumers of tasks."""
+        queues = [f"{self._tasks}.{queue}" for queue in subjects.queues(self._rollouts).values()]
+        return [_api(f"CONSUMER.{verb}.{queue}") for verb in verbs for queue in queues]
+
+    def _public_streams(self) -> list[str]:
+        secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
+        return [stream for stream in self._streams if stream not in secret]
 
     def actor(self) -> _Lists:
         """Leases and settles tasks; stores samples under its own name, parts, partials, reports of failures."""
@@ -155,13 +160,10 @@ class _Rights:
     def viewer(self) -> _Lists:
         """Reads everything but secret rows, by consumers of its own; it may not touch the consumers of tasks."""
         publish = [subjects.full(self._run), _api("INFO"), _api("STREAM.NAMES")]
-        secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
-        for stream in [stream for stream in self._streams if stream not in secret]:
-            publish += [_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET")]
-            publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
-        queues = [f"{self._tasks}.{queue}" for queue in subjects.queues(self._rollouts).values()]
-        publish += [_api(f"CONSUMER.INFO.{queue}") for queue in queues]
-        denied = [_api(f"CONSUMER.{verb}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
+        shadows = [self._of_shadow(name) for name in self._config.auth_shadows]
+        publish += _read_from([stream for run in (self, *shadows) for stream in run._public_streams()])
+        publish += self._queue_requests("INFO")
+        denied = self._queue_requests("CREATE", "MSG.NEXT")
         return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], denied
 
     def operator(self) -> _Lists:
@@ -194,6 +196,13 @@ class _Rights:
         rows = [subjects.row(self._run, "live", f"{role}.*") for role in live]
         rows += [subjects.row(self._run, "weights", key) for key in weights]
         return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
+
+
+def _read_from(streams: Iterable[str]) -> Iterator[str]:
+    """Yield the subjects that read streams by consumers of the reader's own."""
+    for stream in streams:
+        yield from (_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET"))
+        yield from (_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT"))
 
 
 def _api(verb: str) -> str:

@@ -287,9 +287,12 @@ async def test_no_user_can_subscribe_to_anothers_answers(as_user: As, caplog: py
 
 
 async def test_a_viewer_sees_the_runs_of_its_bus(as_user: As, guarded: EmbeddedBus, auth_dir: Path) -> None:
-    async with as_user("learner"):
-        (run,) = await read_runs(line_of(guarded.url, auth_dir, "viewer"), wait_s=60)
+    line = line_of(guarded.url, auth_dir, "shadow-x")
+    async with as_user("learner"), connect(line, f"{RUN}-x", CONFIG, name="shadow-x") as own:
+        await own.create_layout(shadow=True)
+        run, shadow = await read_runs(line_of(guarded.url, auth_dir, "viewer"), wait_s=60)
     assert (run.name, run.state, run.has_tasks) == (RUN, "no learner yet", True)
+    assert (shadow.name, shadow.has_tasks) == (f"{RUN}-x", False)
 
 
 @pytest.mark.parametrize("user", ["viewer", "actor-0"])
