@@ -13,6 +13,7 @@ SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
 VERIFIERS ?= .venv-verifiers
 GYMS   ?= .venv-gyms
+KUBERNETES ?= .venv-kubernetes
 # Packages beside ours, not an environment: `tidemill metrics` imports them.
 TRACKERS ?= .venv-trackers
 TRL    ?= .venv-trl
@@ -168,11 +169,13 @@ test-slurm: setup
 test-slurm-all: setup
 	$(BIN)/python -m pytest -s tests/deploy/test_slurm.py tests/deploy/test_slurm_storm.py
 
-# Every family of transformers in the tables of docs/models.md, on one rank and two, and docs/families.md; `make test` tries one of each kind.
+# Every family of transformers in the tables of docs/models.md, on one rank and two, docs/families.md, the contract of backends, and the traps put back.
+# `make test` tries one family of each kind.
 .PHONY: test-families
 test-families: export THOROUGH := 1
 test-families: setup
-	$(BIN)/python -m pytest tests/integration/test_fsdp_families.py tests/integration/test_fsdp_model.py tests/integration/test_other_families.py
+	$(BIN)/python -m pytest tests/integration/test_fsdp_families.py tests/integration/test_fsdp_model.py tests/integration/test_other_families.py \
+		tests/contract/test_learner_backends.py tests/integration/test_fsdp_mutants.py
 
 # The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready
@@ -188,11 +191,11 @@ test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)
 IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python \
 	--trackers $(TRACKERS)
 
-# What `.ci/run` runs after `make test`: test-chaos, test-net, test-browser, test-gpu-logic and test-env in one run, whose workers start once,
-# and in which tests that wait are beside tests that compute.
-test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
+# What `.ci/run` runs after `make test`: test-chaos, test-net, test-browser, test-gpu-logic, test-env and test-deploy in one run, whose workers
+# start once, and in which tests that wait are beside tests that compute.
+test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready $(KUBERNETES)/.ready
 	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/page tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
-		-n 6 --dist loadfile --no-loadscope-reorder
+		tests/kubernetes -n 6 --dist loadfile --no-loadscope-reorder
 
 # The dashboard in Debian's Chromium (`make programs`), part of `make test-more`.
 .PHONY: test-browser
@@ -238,7 +241,7 @@ test-images: images
 	$(BIN)/python -m pytest tests/deploy/test_images.py --image-store $(IMAGES)
 
 # All of those environments and SGLang's: installed beside other work, which `.ci/run` does.
-environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
+environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready $(KUBERNETES)/.ready
 
 # Most modules of these packages are never imported, so nothing is compiled before it is.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -388,7 +391,6 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 # The Helm chart and the Kustomize base in launch/deploy/kubernetes: checked by the real programs, and their containers run as processes.
-KUBERNETES ?= .venv-kubernetes
 .PHONY: helm test-deploy kustomize-base
 helm: $(KUBERNETES)/.ready
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.learner_steps import make_batches
 from tidemill.bus.wire.messages import Sample
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
@@ -54,10 +55,10 @@ class BackendLearner:
         )
         write_staged(staged)
 
-    def load(self, directory: Path) -> int:
-        """Continue from a checkpoint. Returns its step."""
+    def load(self, directory: Path, files: CheckpointFiles | None = None) -> int:
+        """Continue from a checkpoint, some of whose ``files`` may be elsewhere. Returns its step."""
         step, numbers = self.backend.load(
-            directory, policy=self.policy, optimizer=self.optimizer, others=self.saved_models, files=None
+            directory, policy=self.policy, optimizer=self.optimizer, others=self.saved_models, files=files
         )
         self.trainer.restore(numbers)
         return step

@@ -15,8 +15,9 @@ from typing import Any, Literal, Protocol
 
 import aiohttp
 
-from tests.engine_serving import LIMIT_S, Gate, Served
+from tests.engine_serving import Gate, Served
 from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config
+from tests.waits import LIMIT_S
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority

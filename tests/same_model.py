@@ -19,7 +19,6 @@ from tests.learner_steps import make_batches
 from tidemill.bus.wire.messages import Sample
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.backends.megatron import convert
-from tidemill.learner.backends.megatron.model import MegatronPolicy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.ranks.conversion import Conversion
 from tidemill.learner.settings.config import OptimizerConfig
@@ -55,12 +54,17 @@ def vocabulary(directory: Path) -> int:
 
 
 def scored_rows(
-    policy: MegatronPolicy, samples: Sequence[Sample], *, max_tokens: int = 1 << 20, pad_to: int = 1
+    policy: Any,
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int = 1 << 20,
+    pad_to: int = 1,
+    optimizer: Callable[..., Any] = MegatronOptimizer,
 ) -> list[tuple[int, Tensor]]:
     """Return (index of the sample, log-probs of its trained tokens under the policy) of every sample, from rows of
-    ``max_tokens``.
+    ``max_tokens``. ``optimizer``: class of the policy's backend.
     """
-    trainer = Trainer(policy, MegatronOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
+    trainer = Trainer(policy, optimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
     batch = make_batches(list(samples), max_tokens=max_tokens, pad_to=pad_to)[0]
     return [
         (int(sample), ours_T[np.flatnonzero((row.sample_T == sample) & row.loss_mask_T)])

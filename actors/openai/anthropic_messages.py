@@ -188,13 +188,13 @@ def _messages(messages: object) -> list[JsonObject]:
 def _chat_messages(message: object, where: str) -> list[JsonObject]:
     """Return a message as messages of a chat: each result of a tool is one of its own, before the user's text."""
     if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
-        raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {message!r}')
+        raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {message!r:.80}')
     role, content = message["role"], message.get("content")
     is_reply = role == "assistant"
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not content:
-        raise BadRequest(f"{where}.content: want text or a list of content blocks, got {content!r}")
+        raise BadRequest(f"{where}.content: want text or a list of content blocks, got {content!r:.80}")
     texts, thoughts, calls, results = list[str](), list[str](), list[JsonObject](), list[JsonObject]()
     for place, block in enumerate(content):
         at = f"{where}.content[{place}]"
@@ -213,8 +213,9 @@ def _chat_messages(message: object, where: str) -> list[JsonObject]:
                 result = content_text(block.get("content") or "", f"{at}.content")
                 results.append({"role": "tool", "tool_call_id": call_id, "content": result})
             case _:
+                # An image may have megabytes, so a part of the block stands for it.
                 want = "want a block of type text, thinking, tool_use (assistant) or tool_result (user)"
-                raise BadRequest(f"{at}: {want}, got {block!r}")
+                raise BadRequest(f"{at}: {want}, as the model reads text alone, got {block!r:.80}")
     if is_reply:
         reply: JsonObject = {"role": role, "content": "".join(texts)}
         reply |= {"reasoning_content": "".join(thoughts)} if thoughts else {}

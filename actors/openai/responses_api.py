@@ -303,4 +303,4 @@ def _of_item(item: object, where: str) -> JsonObject:
         role = item.get("role")
         if isinstance(role, str) and role in _ROLES:
             return {"role": role, "content": content_text(item.get("content"), f"{where}.content")}
-    raise BadRequest(f"{where}: want a message, reasoning, function_call or function_call_output, got {item!r}")
+    raise BadRequest(f"{where}: want a message, reasoning, function_call or function_call_output, got {item!r:.80}")

@@ -133,6 +133,8 @@ class Connection:
 
     async def wait_up(self, timeout_s: float, where: str = "bus") -> None:
         """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed; Denied."""
+        if self.connected:
+            return
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 while not self.connected:

@@ -99,7 +99,7 @@ def _take_steps(
             places.model_dir,
             here,
             dtype=_chosen_dtype(learner, here),
-            megatron_checkpoint=places.megatron_checkpoint,
+            initial=places.megatron_checkpoint,
         )
         tools = RankDebug(
             debug, learner, backend=backend, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent

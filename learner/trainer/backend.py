@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -270,11 +270,11 @@ class Backend(Protocol[P, O]):
         parallel: Parallel,
         *,
         dtype: str,
-        megatron_checkpoint: Path | None = None,
+        initial: Path | None = None,
     ) -> P:
         """Build the model of the settings with the directory's weights. Raises ConfigRefused.
 
-        ``megatron_checkpoint``: checkpoint of Megatron's own training that has the initial weights instead.
+        ``initial``: checkpoint of a backend's own training software that has the initial weights instead.
         """
 
     def open_value_model(self, learner: LearnerConfig, policy: P, model_dir: Path) -> P:
@@ -323,4 +323,3 @@ class Backend(Protocol[P, O]):
 
 
 AnyBackend = Backend[Any, Any]
-Kind = Literal["megatron", "fsdp"]

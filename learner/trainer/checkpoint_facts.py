@@ -22,7 +22,7 @@ from tidemill.learner.trainer.optimizer import Optimizer
 
 FORMAT = 1  # version of the content of a checkpoint
 COMMON = "common.pt"
-"""File of the facts, beside the index and the files of the ranks. The name is Megatron's."""
+"""File of the facts, beside the index and the files of the ranks. The name is that of the format ``torch_dist``."""
 
 
 def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
@@ -40,8 +40,8 @@ def facts_of(step: int, policy: Weights, others: OtherModels) -> JsonObject:
 
 
 def read_facts(directory: Path) -> JsonMapping:
-    """Return the facts of a checkpoint that are plain values, as FSDP2's. Raises CheckpointCorrupt for any others: no
-    code of the pickle is run.
+    """Return the facts of a checkpoint that are plain values. Raises CheckpointCorrupt for any others: no code of the
+    pickle is run.
     """
     try:
         facts: JsonMapping = torch.load(directory / COMMON, map_location="cpu", weights_only=True)["facts"]

@@ -35,7 +35,7 @@ class _Prompt(ModelInput):
 
 
 def with_bias(output: Any) -> Tensor:
-    """Return the output with its bias, where it is returned apart, as Megatron does."""
+    """Return the output with its bias, where a module returns it apart."""
     value, bias = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
     summed: Tensor = value + bias if isinstance(bias, Tensor) and bias.ndim == 1 else value
     return summed

@@ -52,7 +52,7 @@ def test_killed_with_a_critic_and_a_moving_reference(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_where_fsdp_trains(tmp_path: Path) -> None:
-    _killed_at(tmp_path, TELLING, "learner.backend=fsdp")
+    _killed_at(tmp_path, tuple(INSTANTS), "learner.backend=fsdp")
 
 
 def _killed_at(tmp_path: Path, instants: tuple[str, ...], *settings: str) -> None:

@@ -30,6 +30,7 @@ ADD: Any = {
     "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}},
 }
 ASKED: list[Any] = [{"role": "user", "content": "3 + 4?"}]
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 1_000_000}}
 MORE: Any = {"model": "m", "max_tokens": 40, "tools": [ADD], "system": [{"type": "text", "text": "Be brief."}]}
 
 
@@ -132,8 +133,16 @@ async def test_how_a_message_stops_and_what_is_refused(model_dir: Path, streamed
         ({"messages": []}, "messages: want a list"),
         ({"messages": [{"role": "system", "content": "x"}]}, r"messages\[0\]: want"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            r"messages\[0\]\.content\[0\]: want a block",
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            r"messages\[0\]\.content\[0\]: want a block .* as the model reads text alone, got .{,80}$",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}]}
+                ]
+            },
+            r"messages\[0\]\.content\[0\]\.content\[0\]: want a text part, .* reads text alone, got .{,80}$",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},

@@ -14,7 +14,6 @@ import pytest
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
 from tests.engine_serving import (
-    LIMIT_S,
     Served,
     commands_of,
     greedy,
@@ -28,7 +27,7 @@ from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.skips import inapplicable
 from tests.tiny_models import tiny_model, write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.errors import BadRequest, EngineUnavailable
 from tidemill.actors.serving.sglang.arguments import CPU_CHECKSUMS
 from tidemill.actors.serving.sglang.proxy import HOLD_S
@@ -49,7 +48,6 @@ TOLERANCE = 1e-3
 """Nats, with fp32 on both sides."""
 PROMPT = [5, 6, 7, 8]
 LONG = 1200
-GROUP_S = 60
 AT_ONCE_S = 45
 """Seconds, fewer than those of a group that waits for a message."""
 
@@ -122,7 +120,7 @@ async def test_one_request_lives_through_three_pushes(kind: Kind, directories: l
     """
     async with (
         kind.serving(directories[0]) as served,
-        joined(served, timeout_s=GROUP_S) as push,
+        joined(served, timeout_s=LIMIT_S) as push,
         asked(kind, served, after=0) as one,
     ):
         for version in (1, 2, 3):
@@ -247,7 +245,7 @@ async def test_nothing_is_generated_before_it_serves_and_a_late_one_joins(
         served.engine.phase = "serving"
         assert await served.client.healthy()
         late = await served.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
-        async with joined(served, timeout_s=GROUP_S, epoch=3) as push:
+        async with joined(served, timeout_s=LIMIT_S, epoch=3) as push:
             await push.whole(models[3], 8)
             pushed = await served.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
         assert (served.engine.version, served.engine.epoch) == (8, 3)
@@ -258,7 +256,7 @@ async def test_nothing_is_generated_before_it_serves_and_a_late_one_joins(
 async def test_a_push_that_breaks_off_is_never_served_in_part(
     kind: Kind, directories: list[Path], models: list[Any]
 ) -> None:
-    async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push:
+    async with kind.serving(directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         assert (await push.begin(1))[0] == 200
         assert (await push.bucket(list(models[1].named_parameters())[:5]))[0] == 200
         status, answer = await push.end(1)
@@ -282,7 +280,7 @@ async def test_what_its_sender_leaves_open_holds_up_nothing(
     """This happens when a learner finds different checksums, evicts the engine, and the engine fetches that version."""
     async with kind.serving(directories[0], version=0) as served:
         for version, num_sent in ((1, 0), (2, 5), (3, None)):
-            async with joined(served, timeout_s=GROUP_S) as push:
+            async with joined(served, timeout_s=LIMIT_S) as push:
                 await push.begin(version)
                 if tensors := list(models[version].named_parameters())[:num_sent]:
                     assert (await push.bucket(tensors))[0] == 200
@@ -325,7 +323,7 @@ async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories:
 
 
 async def test_a_minimum_version_is_waited_for(kind: Kind, directories: list[Path], models: list[Any]) -> None:
-    async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push:
+    async with kind.serving(directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         waiting = asyncio.create_task(served.client.generate(PROMPT, Sampling(max_new_tokens=4), min_version=1))
         await asyncio.sleep(0.3)
         assert not waiting.done()

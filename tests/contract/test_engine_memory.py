@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_push import DEADLINE_S, flat, joined
+from tests.engine_push import flat, joined
 from tests.engine_serving import Gate, Served, greedy, prompts, serving
 from tests.skips import inapplicable
 from tests.tiny_models import tiny_model, write_tiny_model
-from tests.waits import until, until_gone
+from tests.waits import LIMIT_S, until, until_gone
 from tidemill.actors.serving.builtin.transformers_cache import PagedLayer
 
 CONTEXT, LONG = 4096, 1000
@@ -246,5 +246,5 @@ async def test_a_bucket_that_is_late_keeps_no_push_after_the_release_from_being_
             (prompt,) = prompts(1)
             made = await served.generate(prompt, temperature=0, max_new_tokens=8)
         assert made["output_ids"] == await greedy(models[1], prompt, 8)
-        await asyncio.to_thread(old.group.send, flat(models[0].named_parameters()), DEADLINE_S)
+        await asyncio.to_thread(old.group.send, flat(models[0].named_parameters()), LIMIT_S)
         assert (await asked)[0] == 400

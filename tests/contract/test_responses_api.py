@@ -178,6 +178,10 @@ async def test_an_event_of_an_engine_that_is_no_state_breaks_a_stream_off_with_t
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             r"input\[0\]\.content\[0\]: want a text part",
         ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}]},
+            r"input\[0\]\.output\[0\]: want a text part, .* reads text alone, got 'a part of type input_image'",
+        ),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: want"),
         ({"max_tokens": 3}, "max_tokens: unknown parameter"),
         ({"text": {"format": {"type": "grammar"}}}, "text: want"),

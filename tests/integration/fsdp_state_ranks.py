@@ -91,14 +91,12 @@ KINDS = {
 OFTEN = (
     "reference and proximal",
     "critic",
-    "adam",
     "muon of experts",
     "offload",
     "lora",
     "experts, replayed, recompute",
     "experts, given",
     "bfloat16",
-    "olmo3",
     "heads for further tokens",
 )
 """One of each kind: the others are tried by ``make test-all``."""
@@ -212,11 +210,17 @@ def beside_torch(model_dir: Path, here: Parallel) -> float:
     copies = [weight.full_tensor().detach().clone() for weight in weights]
     decay = {"momentum": config.momentum, "weight_decay": config.weight_decay}
     torch_muon = torch.optim.Muon(copies, lr=config.lr, adjust_lr_fn="match_rms_adamw", **decay)
-    differences = []
+    differences, free = [], learner.optimizer.zero_grad
+
+    def kept() -> None:
+        """Copy the gradients before the optimizer frees them."""
+        for weight, copy in zip(weights, copies, strict=True):
+            copy.grad = copy.grad if weight.grad is None else weight.grad.full_tensor()
+        free()
+
+    learner.optimizer.zero_grad = kept
     for step in STEPS:
         trained(learner, kind, (step,))
-        for weight, copy in zip(weights, copies, strict=True):
-            copy.grad = weight.grad.full_tensor()
         torch_muon.step()
         differences += [
             float((weight.full_tensor() - copy).detach().abs().max())

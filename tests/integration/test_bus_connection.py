@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 
 from tests.bus_fixtures import BusOpener
 from tests.refusals import refusal
-from tests.waits import turn, until
+from tests.waits import LIMIT_S, turn, until
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.client.connection import Connection
 from tidemill.bus.config import BusConfig
@@ -300,7 +300,7 @@ async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_fo
             raise AssertionError("connected to nobody")
 
     opening = asyncio.create_task(opened())
-    done, _ = await asyncio.wait({opening}, timeout=30)
+    done, _ = await asyncio.wait({opening}, timeout=LIMIT_S)
     assert done and len(cancelled) == 3
     with refusal(BusUnavailable, where=re.compile("^connecting a to ")):
         await opening

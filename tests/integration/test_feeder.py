@@ -21,6 +21,7 @@ from tests.bus_kit import make_partial, make_turns
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World, task_settings
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -468,7 +469,7 @@ async def test_a_dead_letter_with_a_place_that_has_no_prompt_is_not_requeued(ope
                 )
                 await lease.ack()
             assert await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="requeue"))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(LIMIT_S):
                 refused = await row_until(
                     world.bus.rows("live"), "feeder.feeder", lambda row: "DEAD" in row["unreadable"]
                 )
@@ -886,7 +887,7 @@ async def test_versions_lost_while_the_run_goes_on_are_written_again(open_world:
         async def wipe() -> None:
             before = await VersionRegistry(world.bus).head()
             await wipe_weights(world)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT_S):
                 async for row in world.bus.rows("weights").watch(HEAD):
                     if row is not None:
                         heads.append((before, row[0]))
@@ -894,7 +895,7 @@ async def test_versions_lost_while_the_run_goes_on_are_written_again(open_world:
 
         def stop(did: str, at: int) -> bool:
             if (did, at) == ("publish", 3):
-                asyncio.run_coroutine_threadsafe(wipe(), loop).result(30)
+                asyncio.run_coroutine_threadsafe(wipe(), loop).result(LIMIT_S)
             return False
 
         async with world.feeder() as (url, feeding):

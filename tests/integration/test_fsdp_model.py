@@ -18,6 +18,7 @@ from tests.integration import fsdp_family_ranks
 from tests.integration.fsdp_family_ranks import different, files_of, gap, measured, row_pass
 from tests.learner_steps import run_ranks
 from tests.refusals import refusal
+from tidemill.learner import Family
 from tidemill.learner.backends.fsdp.model import FsdpModel, Place, open_model
 from tidemill.learner.backends.fsdp.self_test import randomize, row_of, self_test
 from tidemill.learner.errors import ConfigRefused
@@ -332,6 +333,19 @@ def test_large_models_are_tried_at_a_small_size(kind: str) -> None:
 def test_a_model_with_a_few_tokens_is_tried_under_no_grad() -> None:
     config = AutoConfig.for_model("qwen3", vocab_size=12, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
     assert self_test(config, torch.device("cpu")).packed
+
+
+DETACHED = Family(mix=lambda forward, hidden_BLH, **arguments: forward(hidden_BLH.detach(), **arguments))
+"""Rules with which the states have the right values, and their inputs no gradient."""
+
+
+def test_a_family_with_other_gradients_in_packed_rows_is_padded(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    model = opened(write_family(tmp_path, "lfm2"), place, family=f"{__name__}:DETACHED")
+    assert not model.findings.packed
+    assert "model_family type=lfm2 rows=padded reason=packed rows: a sequence differs by" in caplog.text
 
 
 def test_a_family_whose_logits_are_more_than_a_product_is_refused() -> None:

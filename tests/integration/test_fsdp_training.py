@@ -8,13 +8,16 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from tests.algorithm_cases import EQUAL_REWARDS
+from tests.families import write_family
 from tests.integration import fsdp_ranks
 from tests.integration.fsdp_ranks import FAILING, MODULES, TRAINED, WRITTEN, forward_only, modules, on_fsdp, train
 from tests.integration.megatron_layouts import OPTIMIZER, VOCAB
-from tests.learner_steps import run_ranks
+from tests.learner_steps import make_samples, run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
+from tests.same_model import assert_log_probs, of_transformers, scored_rows, vocabulary
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import build_policy
 from tidemill.learner.backends.megatron.model import build_policy as build_megatron
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
@@ -67,6 +70,14 @@ def test_prompts_are_computed_once_and_samples_without_gradient_are_left_out(one
     [_, metrics] = one[EQUAL_REWARDS]["metrics"]
     assert metrics["train/shared_tokens"] > 0
     assert metrics["train/zero_samples_skipped"] > 0
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma4"])
+def test_log_probs_have_the_scale_and_the_cap_of_the_family(family: str, here: Parallel, tmp_path: Path) -> None:
+    policy = build_policy(write_family(tmp_path, family), dtype="float32", parallel=here)
+    samples = make_samples(vocab=vocabulary(tmp_path), temperature=0.7)
+    scored = scored_rows(policy, samples, max_tokens=60, optimizer=FsdpOptimizer)
+    assert_log_probs(scored, samples, of_transformers(tmp_path), tolerance=5e-5)
 
 
 def test_a_pass_without_gradient_leaves_no_whole_weights_on_a_rank(model_dir: Path, here: Parallel) -> None:

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from tests.bus_fixtures import BusOpener
-from tests.page_kit import HOSTILE, LIMIT_S, OPERATOR, SHOWN, VIEWER, Answer, Run, page_of, routes_of
+from tests.page_kit import HOSTILE, OPERATOR, SHOWN, VIEWER, Answer, Run, page_of, routes_of
+from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher

@@ -1,6 +1,7 @@
 """The backend of a run: which one is chosen, why, and which settings each refuses."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.refusals import refusal
 from tidemill.launch.checks.model import size_here
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
+from tidemill.learner import trainer
 from tidemill.learner.layout.backends import choose_backend
 from tidemill.learner.layout.sizes import FAMILIES, StepFlops
 from tidemill.learner.layout.transformers_models import language_models
@@ -100,6 +102,12 @@ def test_heads_for_further_tokens_are_trained_by_fsdp() -> None:
     for settings in excluded:
         with refusal(ValueError, place="mtp_loss_scaling_factor", got="0.2"):
             LearnerConfig(mtp_loss_scaling_factor=0.2, **settings)
+
+
+def test_the_trainer_names_no_backend() -> None:
+    files = [file for root in trainer.__path__ for file in Path(root).rglob("*.py")]
+    assert files
+    assert [file.name for file in files if re.search("megatron|fsdp", file.read_text(), re.IGNORECASE)] == []
 
 
 def findings(directory: Path, *settings: str, family: str = "qwen2") -> tuple[list[str], list[str]]:

@@ -253,6 +253,10 @@ def run_with(tmp_path: Path, rows: Sequence[Any]) -> Path:
             ),
         ),
         (row([user({"a": 1})]), "want text or text parts"),
+        (
+            row([user([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:,"}}])]),
+            'want a text part, {"type": "text", "text": ...}, as the model reads text alone in',
+        ),
         ({"prompt": "a"}, "want key 'label'"),
         ("{", "want a JSON map"),
         (row("one " * 300), "want <= 240 tokens"),

@@ -42,13 +42,11 @@ class FsdpBackend:
         parallel: Parallel,
         *,
         dtype: str,
-        megatron_checkpoint: Path | None = None,
+        initial: Path | None = None,
     ) -> FsdpPolicy:
         """Build the model, divided over all ranks."""
-        if megatron_checkpoint is not None:
-            raise ConfigRefused(
-                "model.megatron_checkpoint", "none with learner.backend: fsdp", str(megatron_checkpoint)
-            )
+        if initial is not None:
+            raise ConfigRefused("model.megatron_checkpoint", "none with learner.backend: fsdp", str(initial))
         return self._build(
             learner,
             model_dir,

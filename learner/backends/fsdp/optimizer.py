@@ -73,6 +73,13 @@ class FsdpOptimizer(Optimizer):
         for weight in self.parameters.values():
             weight.grad = None
 
+    def step(self, step: int, *, loss: float, scale: float = 1.0) -> tuple[float | None, float]:
+        """Clip and apply the gradients, and free them: between steps an engine may have the device's memory."""
+        try:
+            return super().step(step, loss=loss, scale=scale)
+        finally:
+            self.zero_grad()
+
     def _open(self, config: OptimizerConfig, orthogonal: Collection[str]) -> torch.optim.Optimizer:
         """Return the optimizer of the settings; ``orthogonal``: names of the matrices that Muon updates."""
         groups = [

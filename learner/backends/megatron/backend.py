@@ -51,7 +51,7 @@ class MegatronBackend:
         parallel: Parallel,
         *,
         dtype: str,
-        megatron_checkpoint: Path | None = None,
+        initial: Path | None = None,
     ) -> MegatronPolicy:
         """Build the chunks of this rank."""
         return build_policy(
@@ -64,7 +64,7 @@ class MegatronBackend:
             tuning=Tuning.of(learner),
             mixture=Mixture.of(learner),
             bridge_class=learner.bridge,
-            megatron_checkpoint=megatron_checkpoint,
+            megatron_checkpoint=initial,
         )
 
     def open_value_model(self, learner: LearnerConfig, policy: MegatronPolicy, model_dir: Path) -> MegatronPolicy:

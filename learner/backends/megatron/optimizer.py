@@ -118,9 +118,9 @@ class MegatronOptimizer(Optimizer):
             group["fused"] = True  # one kernel for all parameters of a group, on the CPU too
         if config.name == "sgd":
             for part in inner.chained_optimizers:
-                part.init_state_fn = (
-                    _without_momentum  # Megatron has none for SGD, and calls it before it loads a checkpoint
-                )
+                part.init_state_fn = _zero_momentum  # which Megatron calls before it loads, and has none for SGD
+                with policy.memory.region():  # now, because torch makes none while the momentum is 0
+                    _zero_momentum(part.optimizer)
         return inner
 
     def configure(self, config: OptimizerConfig, *, steps: int) -> None:
@@ -229,8 +229,8 @@ class MegatronOptimizer(Optimizer):
         return self._policy.memory.region() if first else nullcontext()
 
 
-def _without_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    # Megatron has none for SGD; the first step treats 0 as none.
+def _zero_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    # The first step treats 0 as none.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
