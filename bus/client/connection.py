@@ -96,7 +96,7 @@ class Connection:
         # Recent refusals with their time, by subject in lower case, as the client library reports it
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
         self.user = ""
-        self._address, self._opening = Address(servers=()), False
+        self._opening: Address | None = None
         self.last_error = ""
         self._logged_s = 0.0
         self._repeated, self._unanswered_s = FailureLog(_log), math.inf
@@ -107,18 +107,6 @@ class Connection:
     def closed(self) -> bool:
         """True once the connection is closed for good; a broken one is connected again."""
         return self.nc.is_closed
-
-    @property
-    def denied(self) -> Denied | None:
-        """Refusal with which the server has closed the connection for good: the user's password was replaced."""
-        error = self.nc.last_error
-        if error is None or self._closing or not self.closed:
-            return None
-        try:
-            _raise_if_denied(self._what, self._address, error)
-        except Denied as denied:
-            return denied
-        return None
 
     @property
     def connected_url(self) -> str:
@@ -132,14 +120,14 @@ class Connection:
         return self.nc.max_payload
 
     async def wait_up(self, timeout_s: float, where: str = "bus") -> None:
-        """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed; Denied."""
+        """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed."""
         if self.connected:
             return
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 while not self.connected:
                     if self.closed:
-                        raise self.denied or BusUnavailable(where, "the connection was closed")
+                        raise BusUnavailable(where, "the connection was closed")
                     await self._changed.wait()
         except TimeoutError:
             reason = f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})"
@@ -251,8 +239,7 @@ class Connection:
         """Connect to ``url`` within ``wait_s``. Raises BusUnavailable, ValueError; Denied at once."""
         since = time.monotonic()
         address = parse(url)
-        self._what, self._address, self.user = f"{name} at {address}", address, address.user
-        self._opening = True
+        self._what, self._opening, self.user = f"{name} at {address}", address, address.user
         connecting = asyncio.get_running_loop().create_task(
             self.nc.connect(
                 list(address.servers),
@@ -277,7 +264,7 @@ class Connection:
         finally:
             # The client library may swallow one cancellation, and would then connect for ever.
             await ended(connecting, again_s=CANCEL_AGAIN_S)
-            self._opening = False
+            self._opening = None
         version = self.nc.connected_server_version
         if (version.major, version.minor) < OLDEST_SERVER:
             want, got = ".".join(map(str, OLDEST_SERVER)), f"{version.major}.{version.minor}.{version.patch}"
@@ -316,8 +303,8 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         """Handle a refused publish, which the library reports only here: its caller would wait for the answer."""
         self.last_error = str(error) or type(error).__name__
-        if self._opening:
-            _raise_if_denied(self._what, self._address, error)
+        if self._opening is not None:
+            _raise_if_denied(self._what, self._opening, error)
         if (violation := _VIOLATION.search(self.last_error)) is not None:
             self._on_violation(violation[1].lower(), violation[2])
             return
@@ -434,9 +421,7 @@ async def retry(
 async def before_retry(
     connection: Connection, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf
 ) -> None:
-    """Wait before the next try. Raises ``error`` when closed, or when that is past ``deadline`` (monotonic clock);
-    Denied when the password of this process was replaced.
-    """
+    """Wait before the next try. Raises ``error`` when closed, or when that is past ``deadline`` (monotonic clock)."""
     if connection.closed or time.monotonic() + pause_s >= deadline:
-        raise connection.denied or error
+        raise error
     await asyncio.sleep(pause_s)
