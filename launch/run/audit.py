@@ -21,6 +21,7 @@ from tidemill.bus.wire.shards import Position, Shards, is_behind
 from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.feed.history import largest_lag, read_history
 
 EVERYTHING = 1 << 62  # Number of newest samples to read; more than any stream has
@@ -303,7 +304,7 @@ class _Audit:
             return field_of(error)
         if sample.status is Status.PENDING:
             return "status"
-        return "version" if self._names_no_version(seq, sample) else mismatch(task, sample, 0)
+        return "version" if self._names_no_version(seq, sample) else mismatch(task, index_of(seq, sample), 0)
 
     def _names_no_version(self, seq: int, sample: Sample) -> bool:
         if self._versions is None:

@@ -9,6 +9,7 @@ Waits for places, which settled groups and new versions give back (``waiter``).
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.messages import Kind, Task
 from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.data import DataConfig
+from tidemill.learner.errors import PromptError
 from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.restart import Restored
 from tidemill.learner.prompts.prompt_file import Drawn, PromptFile, sampler_seed
@@ -158,10 +160,13 @@ async def prompt_for(
 ) -> Drawn | None:
     """Return the prompt of a task; None for a new prompt when all passes of the run are issued. Raises PromptError."""
     # In a thread: a row may have megabytes, which are tokenized for seconds, and the loops of the feeder share this
-    # one.
+    # one. Most rows are short, and a thread costs more than they do. The order of a pass is made with its first row.
     epoch, offset = demand.prompt_epoch, demand.offset
     if demand.reissue_of is not None:
         return await asyncio.to_thread(prompts.at, epoch, offset)
+    if prompts.is_short(epoch, offset) and not curriculum.skips(int(prompts.order(epoch)[offset]), epoch):
+        with suppress(PromptError):
+            return prompts.at(epoch, offset)
     return await asyncio.to_thread(next_prompt, prompts, epoch, offset, curriculum, num_epochs=num_epochs)
 
 
