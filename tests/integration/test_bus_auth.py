@@ -448,6 +448,8 @@ async def test_a_user_gets_a_new_password_while_the_others_stay_connected(
         await until(lambda: not renewed.connected)
         await other.samples.publish(make_sample(RUN, actor="actor-1"))
         assert [bus.nc.stats["reconnects"] for bus in (learner, other)] == outages
+        with pytest.raises(Denied, match=r"actor-0 at .*: denied: wrong name or password"):
+            await renewed.tasks.lease(60)
     assert line_of(guarded.url, auth_dir, "actor-0") != before
     with pytest.raises(BusError):
         async with connect(before, RUN, CONFIG, name="actor-0", wait_s=1):
