@@ -32,6 +32,7 @@ from tidemill.learner.feed.data_metrics import EpisodeAge
 from tidemill.learner.feed.feed_messages import Last
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.history import compact
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, Resumed
 
 log = logging.getLogger(__name__)
@@ -253,6 +254,7 @@ class Outcomes:
         await self._bus.samples.trim(*below)
         if (first_task := oldest["tasks"]["floor"] + 1 - history) >= 2:
             await self._bus.tasks.trim(first_task)
+        await compact(self._bus, oldest)
 
     async def _waited_for(self, below: int, created: str) -> int:
         """Return ``below``, or less while a registered reader needs it and the stream is not too full."""

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -119,6 +120,21 @@ async def check_history(world: World, *, steps: int = 0) -> list[Plan]:
     assert len(seqs) == len(set(seqs))
     assert all(len(found) == 1 for found in world.digests.values()), world.digests
     return plans
+
+
+async def test_tasks_are_issued_no_faster_than_the_quota_of_the_run(open_world: OpenWorld) -> None:
+    """All that a run sends follows from its tasks. A slow machine only makes it slower."""
+    rate = 10.0
+    async with open_world(tasks_per_s=rate) as world:
+        began_s = time.time()
+        async with world.actors():
+            await finish(world)
+        stored_s = [(await world.bus.jet.message(stream(world.run, "TASKS"), task)).stored_s for task in world.taken]
+        assert len(stored_s) >= 10
+        # One may be delayed by an evaluation, and passes at once behind it.
+        assert max(stored_s) - began_s >= (len(stored_s) - 2) / rate
+        accounting, _ = await audit(world.bus, read_cursor(world.root))
+        assert accounting.balance() and not accounting.lost and not accounting.trained_twice
 
 
 @pytest.mark.parametrize(("max_lag", "data_parallel"), [(0, 1), (1, 2), (3, 1)])
