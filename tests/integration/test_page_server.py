@@ -23,13 +23,19 @@ from tidemill.bus.wire.trained_values import TrainedStep
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.tail import tail
 from tidemill.launch.page import compared as page_compared
-from tidemill.launch.page import feed
+from tidemill.launch.page import feed, samples
 from tidemill.launch.page.compared import ComparedRuns
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.texts import MAX_CHARACTERS
 from tidemill.launch.run.audit import audit
 from tidemill.launch.samples.filters import filter_of
 from tidemill.launch.samples.search import SampleSearch
+
+
+@pytest.fixture(autouse=True)
+def _searches_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a search take its time: on a busy machine it would answer with a part of the samples, as it says."""
+    monkeypatch.setattr(samples, "SEARCH_S", LIMIT_S)
 
 
 async def test_answers_and_events_join_without_a_gap_or_a_point_twice(
