@@ -215,6 +215,7 @@ OTHERS: Mapping[str, tuple[str, dict[str, Any]]] = {
         ("dots1 solar_open", _GROUPED_EXPERTS),
         ("ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1}),
         ("falcon_h1", {**_MAMBA, "mamba_d_ssm": 128}),
+        ("falcon_mamba", {"state_size": 16}),
         ("gpt2 gpt_bigcode", _OF_GPT),
         ("gpt_neox", {"num_key_value_heads": None, "head_dim": None}),
         ("gptj", {**_OF_GPT, "rotary_dim": 8}),
