@@ -13,6 +13,7 @@ SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
 VERIFIERS ?= .venv-verifiers
 GYMS   ?= .venv-gyms
+KUBERNETES ?= .venv-kubernetes
 # Packages beside ours, not an environment: `tidemill metrics` imports them.
 TRACKERS ?= .venv-trackers
 TRL    ?= .venv-trl
@@ -104,8 +105,8 @@ test-slurm test-slurm-all test-deploy test-ray test-images test-upgrade: export 
 # one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 ALL_BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
-# One of the three runs the tests on a shared server of SGLang (tests/sglang_servers.py), the others those that start servers of their own.
-SERVERS_BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
+# One of the four runs the tests on a shared server of SGLang (tests/sglang_servers.py), the others those that start servers of their own.
+SERVERS_BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(ALL_BESIDE)
@@ -190,11 +191,11 @@ test-env: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)
 IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(VERIFIERS)/bin/python --gyms-python $(GYMS)/bin/python \
 	--trackers $(TRACKERS)
 
-# What `.ci/run` runs after `make test`: test-chaos, test-net, test-browser, test-gpu-logic and test-env in one run, whose workers start once,
-# and in which tests that wait are beside tests that compute.
-test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
+# What `.ci/run` runs after `make test`: test-chaos, test-net, test-browser, test-gpu-logic, test-env and test-deploy in one run, whose workers
+# start once, and in which tests that wait are beside tests that compute.
+test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready $(KUBERNETES)/.ready
 	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/page tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
-		-n 6 --dist loadfile --no-loadscope-reorder
+		tests/kubernetes -n 6 --dist loadfile --no-loadscope-reorder
 
 # The dashboard in Debian's Chromium (`make programs`), part of `make test-more`.
 .PHONY: test-browser
@@ -240,7 +241,7 @@ test-images: images
 	$(BIN)/python -m pytest tests/deploy/test_images.py --image-store $(IMAGES)
 
 # All of those environments and SGLang's: installed beside other work, which `.ci/run` does.
-environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready
+environments: $(SGLANG)/.ready $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready $(KUBERNETES)/.ready
 
 # Most modules of these packages are never imported, so nothing is compiled before it is.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -390,7 +391,6 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 # The Helm chart and the Kustomize base in launch/deploy/kubernetes: checked by the real programs, and their containers run as processes.
-KUBERNETES ?= .venv-kubernetes
 .PHONY: helm test-deploy kustomize-base
 helm: $(KUBERNETES)/.ready
 

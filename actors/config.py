@@ -258,7 +258,9 @@ class ActorConfig:
     generate_timeout_s: PositiveFloat = 300.0
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
-    """Request all responses of a group at once: cheaper for short ones, but all arrive when the longest is done."""
+    """Request all responses of a group of single turns at once: cheaper for short ones, but all arrive when the longest
+    is done.
+    """
     routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
     """Engines return the experts of each token, which become part of samples."""
     retries: Positive = 3

@@ -88,13 +88,14 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     call: Callable[[RewardRequest], Any] = _Threaded(bound) if in_thread and not bound.is_async else bound
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
-        with errors_as(
-            lambda error: RewardFailed(name, repr_at(error), outside=is_outside(error)),
-            but=(RewardFailed, TimeoutError),
-        ):
+        try:  # without the block of ``errors_as``: this is done for each sample
             result: object = call(request)
             if inspect.isawaitable(result):
                 result = await result
+        except (RewardFailed, TimeoutError):
+            raise
+        except (Exception, SystemExit) as error:
+            raise RewardFailed(name, repr_at(error), outside=is_outside(error)) from error
         return checked(name, result)
 
     return score

@@ -33,7 +33,7 @@ async def opened(
     ``limits.timeout_s``. Raises UnknownReward, BadRewardOption, RewardFailed (no process could be started).
     """
     limits = limits or ProcessLimits()
-    if (name in TABLE and not is_unbounded(name, options)) or IN_THREAD in (options or {}):
+    if never_waits(name, options) or IN_THREAD in (options or {}):
         scorer = load(name, options)
         # A function in the event loop cannot be ended, and a timer for each call costs as much as a short one.
         yield _within(scorer, limits.timeout_s) if IN_THREAD in (options or {}) else scorer
@@ -42,6 +42,11 @@ async def opened(
         load(name, options)  # raises UnknownReward
     async with FunctionProcesses(name, options or {}, limits, REWARD) as pool:
         yield pool.call
+
+
+def never_waits(name: str, options: Mapping[str, object] | None = None) -> bool:
+    """Return whether a reward is a short built-in function that runs in the event loop."""
+    return name in TABLE and not is_unbounded(name, options) and IN_THREAD not in (options or {})
 
 
 def _within(score: Scorer, timeout_s: float) -> Scorer:

@@ -79,6 +79,7 @@ FIRST = (
     "env/test_training.py",
     "chaos/test_episode_instants.py",
     "chaos/test_trouble.py",
+    "kubernetes/test_kubelet.py",
     "gpu/test_gpu_up.py",
 )
 """Files of minutes, the longest first: a worker that begins with one later is the last one of all."""

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.engine_serving import Served
 from tests.tiny_models import named_weights
+from tests.waits import LIMIT_S
 from tidemill.weightstore.transport.broadcast import BroadcastGroup
-
-DEADLINE_S = 45.0
 
 
 class Push:
@@ -39,7 +38,7 @@ class Push:
         parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in tensors]
         if send:
             for message in [torch.cat(parts)] if flat else parts:
-                await asyncio.to_thread(self.group.send, message, DEADLINE_S)
+                await asyncio.to_thread(self.group.send, message, LIMIT_S)
         return await asked
 
     async def end(self, version: int | None = None) -> tuple[int, Any]:
@@ -53,7 +52,7 @@ class Push:
         parts = [tensors[:5], tensors[5:9], tensors[9:]]
         asked = asyncio.create_task(self.ask_at_once(parts, version, serve=serve))
         for part in parts:
-            await asyncio.to_thread(self.group.send, flat(part), DEADLINE_S)
+            await asyncio.to_thread(self.group.send, flat(part), LIMIT_S)
         return await asked
 
     async def ask_at_once(
@@ -97,7 +96,7 @@ def named(model: Any) -> Iterable[tuple[str, Tensor]]:
 
 @asynccontextmanager
 async def joined(served: Served, name: str = "push", **fields: Any) -> AsyncIterator[Push]:
-    group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", name, 2, "gloo", DEADLINE_S)
+    group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", name, 2, "gloo", LIMIT_S)
     body = {
         "master_address": "127.0.0.1",
         "master_port": group.port,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tests.waits import turn
 from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.responses import seeded
 from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.bus.errors import BusError
@@ -65,6 +66,18 @@ class ScriptedEngine:
         await turn()
         if self.hold is not None:
             await self.hold.wait()
+        return self._next_answer(sampling)
+
+    async def generate_group(
+        self, prompt: Any, sampling: Sampling, request_ids: Sequence[str], **options: Any
+    ) -> list[Generation]:
+        self.asked.append((sampling, {"request_ids": list(request_ids), **options}))
+        await turn()
+        if self.hold is not None:
+            await self.hold.wait()
+        return [self._next_answer(seeded(sampling, index)) for index in range(len(request_ids))]
+
+    def _next_answer(self, sampling: Sampling) -> Generation:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         assert not isinstance(answer, tuple), "the states of a stream"
         if isinstance(answer, Exception):

@@ -13,13 +13,13 @@ import aiohttp
 import numpy as np
 import torch
 
+from tests.waits import LIMIT_S
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.http.access import Rule
 
-LIMIT_S = 60.0
 DEFAULTS: dict[str, Any] = {}
 """Settings of all engines that a test serves, for tests that run on several runners."""
 HELD_STEP_S = 0.02

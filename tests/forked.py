@@ -181,7 +181,7 @@ def run_module(module: str, words: Sequence[str]) -> None:
     ``EXECUTED``.
     """
     if INHERITED in os.environ and EXECUTED not in os.environ:
-        Child.spawn = _spawn  # type: ignore[method-assign]
+        Child.spawn = fork_child  # type: ignore[method-assign]
     sys.argv[1:] = words
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -190,8 +190,8 @@ _executed = Child.spawn
 _APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
-async def _spawn(child: Child, stdout: int, stderr: int, pass_fds: Sequence[int]) -> Any:
-    """Fork a child that runs a module of ours; start another program as always."""
+async def fork_child(child: Child, stdout: int, stderr: int, pass_fds: Sequence[int]) -> Any:
+    """Fork a child that runs a module of ours, in the place of ``Child.spawn``; start another program as always."""
     command = tuple(word for place, word in enumerate(child.command) if (place, word) != (1, "-P"))
     python, option, module, *words = (*command, "", "", "")[: max(3, len(command))]
     if (python, option) != (sys.executable, "-m") or module not in FORKED:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tests.engine_serving import Served
 from tests.tiny_models import named_weights
-
-LIMIT_S = 60.0
+from tests.waits import LIMIT_S
 
 
 class HandlePush:

@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 
 from tests.bus_kit import make_partial, make_sample, make_task
+from tests.waits import LIMIT_S
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire import codec
 from tidemill.bus.wire.codec import (
@@ -89,7 +90,7 @@ class Hostile:
                 payload = self.payload(sound)
             self._write(writer, subject, payload)
         writer.write(b"PING\r\n")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             while (line := await reader.readline()) != b"PONG\r\n":
                 assert not line.startswith(b"-ERR"), line
         writer.close()

@@ -12,6 +12,7 @@ import aiohttp
 import numpy as np
 
 from tests import data_kit
+from tests.waits import LIMIT_S
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.messages import Done, Plan, Sample, Settle, Task
@@ -24,7 +25,6 @@ from tidemill.launch.page.samples import SampleAnswers
 from tidemill.launch.page.server import PageServer
 from tidemill.weightstore.store.registry import VersionRegistry
 
-LIMIT_S = 120.0
 VIEWER, OPERATOR = "v" * 16, "o" * 16
 HOSTILE = "<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00 \U0001f600 ok"
 SHOWN = r"<script>x()</script><img src=y onerror=x()>{{7*7}}\x1b]0;t\x07\u202eevil\u2028\u200b\x00"

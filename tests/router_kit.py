@@ -13,13 +13,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from tests.waits import LIMIT_S
 from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.server import RouterServer
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import RunKeys
-
-LIMIT_S = 60.0
 
 
 class Door:

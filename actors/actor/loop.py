@@ -27,8 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from tidemill.actors.actor.partial_store import PartialStore
 from tidemill.actors.actor.sample_scoring import SampleScorer, Scorers, complete
 from tidemill.actors.actor.single_turn import failed_sample
 from tidemill.actors.config import ActorConfig
@@ -102,6 +101,7 @@ class Actor:
         """``rollouts``: by name; the empty name makes samples of tasks without one. Other tasks are not leased."""
         self._bus, self._actor_id, self._config, self._activity = bus, actor_id, config, activity
         self._responses, self._rollouts, self._scorers = responses, dict(rollouts), scorers
+        self._partials = PartialStore(bus, actor_id, activity.counters, enabled=config.partials)
         self._scorer = SampleScorer(actor_id, config, scorers, activity, self._note_outage)
         self._repeated = FailureLog(logger)
         self._limit = SampleLimit(config.max_samples_in_flight)
@@ -224,7 +224,7 @@ class Actor:
         task = lease.task
         try:
             async with lease.kept():
-                outcomes = await self._make_group(lease, await self._stored_partials(lease))
+                outcomes = await self._make_group(lease, await self._partials.read(lease))
                 failures = [outcome.failed for outcome in outcomes if outcome.failed]
                 unfinished = [outcome.unfinished for outcome in outcomes if outcome.unfinished]
                 # An ack or nak by this actor would count for the other actor's lease.
@@ -232,7 +232,9 @@ class Actor:
                     logger.info("task left to another actor task=%d", task.id)
                     return
                 if failures or unfinished:
-                    await self._store_partials(lease, outcomes)
+                    begun = [outcome.partial for outcome in outcomes if outcome.partial is not None]
+                    seqs = {index: outcome.seq for index, outcome in enumerate(outcomes) if outcome.seq}
+                    await self._partials.store(lease, begun, seqs)
             if failures:
                 await self._fail(lease, f"{len(failures)} of {task.group_size} samples: {failures[0]}")
             elif unfinished:
@@ -253,74 +255,76 @@ class Actor:
             self._note_outage(task)
             await self._fail(lease, repr(error))
 
-    async def _stored_partials(self, lease: Lease) -> dict[int, Partial]:
-        """Return the partials that earlier actors stored for the task, by sample index."""
-        # At the first delivery no other actor has had the task, so there are none to read.
-        if lease.deliveries == 1 or not self._config.partials:
-            return {}
-        try:
-            return await self._bus.partials.of(lease.task.id)
-        except BusError as error:  # then all samples are generated again
-            logger.warning("partials not read task=%d error=%s", lease.task.id, error)
-            return {}
-
-    async def _store_partials(self, lease: Lease, outcomes: Sequence[RolloutOutcome]) -> None:
-        """Store unfinished responses, and the places of finished samples, while this actor has the lease."""
-        if self._config.partials:
-            partials = [outcome.partial for outcome in outcomes if outcome.partial is not None]
-            # Subjects of samples do not name their tasks, so SAMPLES cannot be searched for them (decision 009).
-            partials += [_place_of(lease, index, outcome.seq) for index, outcome in enumerate(outcomes) if outcome.seq]
-            await asyncio.gather(*(self._store_partial(replace(partial, actor=self._actor_id)) for partial in partials))
-
-    async def _store_partial(self, partial: Partial) -> None:
-        try:
-            stored = await self._bus.partials.store(partial)
-            self._activity.counters.partials_stored += stored and not partial.sample_seq
-        except WireError:
-            logger.exception("invalid partial task=%d index=%d", partial.task, partial.index)
-
     async def _make_group(self, lease: Lease, partials: dict[int, Partial]) -> list[RolloutOutcome]:
-        """Generate and store the samples of a task concurrently; a reward of groups scores all of them first."""
-        task = lease.task
-        if not self._scorer.scores_together(task):
-            completions = [self._complete_sample(lease, index, partials.get(index)) for index in range(task.group_size)]
-            return await all_of(completions, on_end=lambda: self._add_in_flight(task.rollout, -1))
+        """Generate and store the samples of a task; a reward of groups scores all of them first."""
+        task, unfinished = lease.task, lease.task.group_size
+
+        def end(num_samples: int = 1) -> None:
+            nonlocal unfinished
+            num_samples = min(num_samples, unfinished)
+            unfinished -= num_samples
+            self._add_in_flight(task.rollout, -num_samples)
+
+        try:
+            begun: dict[int, Made | Partial | None] = {**partials}
+            if not partials:
+                begun |= enumerate(await self._rollouts[task.rollout].group(task, lease.attempt))
+            if self._scorer.scores_together(task):
+                return await self._make_together(lease, {} if partials else begun)
+            outcomes = await self._store_all(lease, {i: made for i, made in begun.items() if isinstance(made, Made)})
+            end(len(outcomes))
+            missing = [index for index in range(task.group_size) if index not in outcomes]
+            works = [self._complete_sample(lease, index, begun.get(index)) for index in missing]
+            outcomes |= zip(missing, await all_of(works, on_end=end), strict=True)
+            return [outcomes[index] for index in range(task.group_size)]
+        except Unfinished as error:
+            return [RolloutOutcome(unfinished=error.reason)] * task.group_size
+        finally:
+            end(unfinished)
+
+    async def _make_together(self, lease: Lease, begun: Mapping[int, Made | Partial | None]) -> list[RolloutOutcome]:
         # Without partials: a finished sample of an earlier actor is in the stream, and cannot be scored together with
         # the samples of this attempt.
+        indices = range(lease.task.group_size)
+        results = await all_of(self._make_sample(lease, index, begun.get(index)) for index in indices)
+        samples = [result.sample for result in results if isinstance(result, Made)]
+        unfinished = [result for result in results if isinstance(result, RolloutOutcome)]
+        if unfinished:
+            return [replace(unfinished[0], partial=None)] * len(results)
         try:
-            results = await all_of(self._make_sample(lease, index, None) for index in range(task.group_size))
-            samples = [result.sample for result in results if isinstance(result, Made)]
-            unfinished = [result for result in results if isinstance(result, RolloutOutcome)]
-            if unfinished:
-                return [replace(unfinished[0], partial=None)] * len(results)
-            try:
-                samples = await self._scorer.score_group(task, samples)
-            except NoServer as error:
-                return [RolloutOutcome(unfinished=str(error))] * len(samples)
-            return await asyncio.gather(*map(self._publish, samples))
-        finally:
-            self._add_in_flight(task.rollout, -task.group_size)
+            samples = await self._scorer.score_group(lease.task, samples)
+        except NoServer as error:
+            return [RolloutOutcome(unfinished=str(error))] * len(samples)
+        return await self._publish(samples)
 
-    async def _complete_sample(self, lease: Lease, index: int, partial: Partial | None) -> RolloutOutcome:
+    async def _store_all(self, lease: Lease, made: Mapping[int, Made]) -> dict[int, RolloutOutcome]:
+        """Score and store samples of a group that were generated together."""
+        works = [self._make_sample(lease, index, sample) for index, sample in made.items()]
+        # A task for each sample costs more than a short reward.
+        results = [await work for work in works] if self._scorer.scores_at_once(lease.task) else await all_of(works)
+        outcomes = {i: result for i, result in zip(made, results, strict=True) if isinstance(result, RolloutOutcome)}
+        scored = {i: result.sample for i, result in zip(made, results, strict=True) if isinstance(result, Made)}
+        return outcomes | dict(zip(scored, await self._publish([*scored.values()]), strict=True))
+
+    async def _complete_sample(self, lease: Lease, index: int, begun: Made | Partial | None) -> RolloutOutcome:
         """Generate, score and store one sample, if it is missing."""
-        if partial is not None and partial.sample_seq:
+        if isinstance(begun, Partial) and begun.sample_seq:
             self._activity.counters.samples_found += 1
             return RolloutOutcome()
-        result = await self._make_sample(lease, index, partial)
+        result = await self._make_sample(lease, index, begun)
         if isinstance(result, RolloutOutcome):
             return result
-        outcome = await self._publish(result.sample)
+        [outcome] = await self._publish([result.sample])
         if result.stored is not None and outcome.seq:
             with suppress(Superseded):  # the other actor stores it once more, and it counts once
                 await result.stored(outcome.seq)
         return outcome
 
-    async def _make_sample(self, lease: Lease, index: int, partial: Partial | None) -> Made | RolloutOutcome:
+    async def _make_sample(self, lease: Lease, index: int, begun: Made | Partial | None) -> Made | RolloutOutcome:
         """Generate and score one sample; return it, FAILED too, or the outcome of one that is not to be stored."""
         task, counters = lease.task, self._activity.counters
         try:
-            first = lease.deliveries == 1
-            made = await self._rollouts[task.rollout].sample(task, index, lease.attempt, partial, first=first)
+            made = begun if isinstance(begun, Made) else await self._generate(lease, index, begun)
             counters.tokens_generated += made.sample.response_length
             counters.partials_continued += made.continued
             made.sample = await self._scorer.score(task, made)
@@ -347,11 +351,19 @@ class Actor:
             self._repeated("sample invalid", text, level=logging.ERROR, error=error)
             return Made(sample=failed_sample(task, index, lease.attempt, f"invalid sample: {error}"))
 
-    async def _publish(self, sample: Sample) -> RolloutOutcome:
-        if not sample.created_s:  # a scored sample has both
-            complete(sample, actor=self._actor_id, created_s=time.time())
-        seq = await self._bus.samples.publish(sample)
-        self._activity.counters.samples_published += 1
+    async def _generate(self, lease: Lease, index: int, partial: Partial | None) -> Made:
+        rollout, first = self._rollouts[lease.task.rollout], lease.deliveries == 1
+        return await rollout.sample(lease.task, index, lease.attempt, partial, first=first)
+
+    async def _publish(self, samples: Sequence[Sample]) -> list[RolloutOutcome]:
+        for sample in samples:
+            if not sample.created_s:  # a scored sample has both
+                complete(sample, actor=self._actor_id, created_s=time.time())
+        seqs = await self._bus.samples.publish_group(samples)
+        self._activity.counters.samples_published += len(samples)
+        return [self._outcome_of(sample, seq) for sample, seq in zip(samples, seqs, strict=True)]
+
+    def _outcome_of(self, sample: Sample, seq: int) -> RolloutOutcome:
         if sample.status is not Status.FAILED:
             return RolloutOutcome(seq=seq)
         reason = str(sample.metadata["error"])
@@ -383,17 +395,3 @@ class Actor:
         if not self.in_flight:
             self._idle_since_s = time.monotonic()
         self._changed.wake()
-
-
-def _place_of(lease: Lease, index: int, seq: int) -> Partial:
-    """Return a partial without a response that has the stream sequence of a finished sample."""
-    return Partial(
-        run=lease.task.run,
-        task=lease.task.id,
-        index=index,
-        attempt=lease.attempt,
-        tokens=np.zeros(0, np.int32),
-        rollout_log_probs=np.zeros(0, np.float32),
-        spans=(),
-        sample_seq=seq,
-    )

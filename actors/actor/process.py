@@ -33,6 +33,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.subjects import refused
+from tidemill.rewards.scorers import never_waits
 
 UPDATE_EVERY_S = 1.0
 """Seconds between two updates of the live row."""
@@ -81,8 +82,8 @@ async def run_actor(
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, bus_config, name=f"actor {actor_id}", draining=draining)
         if bus is not None:
-            join, experts = actor_config.join_requests, actor_config.routed_experts
-            engine = engine or partial(HttpEngine, join=join, keys=api_keys(bus), routed_experts=experts)
+            experts = actor_config.routed_experts
+            engine = engine or partial(HttpEngine, keys=api_keys(bus), routed_experts=experts)
             gateway_reach = await asyncio.to_thread(reach_of_gateway, actor_config.gateway, bus_url)
             await _work(bus, actor_id, actor_config, rollouts, draining, engine, gateway_reach)
 
@@ -124,7 +125,9 @@ async def _work(
     async with AsyncExitStack() as stack:
         scorers = await _open_scorers(stack, config, bus)
         programs, names = _served(programs, config)
-        rollouts: dict[str, Rollout] = {"": SingleTurn(responses)} if SINGLE_TURN in names else {}
+        rollouts: dict[str, Rollout] = (
+            {"": SingleTurn(responses, join=config.join_requests)} if SINGLE_TURN in names else {}
+        )
         if programs.programs:
             from tidemill.actors.episodes.rollouts import open_rollouts  # its tokenizer is not needed for single turns
 
@@ -172,7 +175,8 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
     # With scorers an actor loads no reward: their machine needs the packages, and the permission to run it.
     if not config.scorers.enabled:
         score, group_score = await open_rewards(stack, config)
-        return Scorers(score=score, group_score=group_score, teachers=teachers)
+        at_once = score is None or (not config.reward_parts and never_waits(config.reward, config.reward_options))
+        return Scorers(score=score, group_score=group_score, teachers=teachers, never_waits=at_once)
     pool = ScorerPool.on_bus(LiveView(bus), api_keys(bus))
     remote = RemoteScoring(pool)
     return Scorers(

@@ -6,8 +6,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from tidemill.actors.actor.single_turn import failed
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.activity import Activity
@@ -15,7 +13,7 @@ from tidemill.actors.episodes.port import Made
 from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.system.output import FailureLog
-from tidemill.bus.wire.messages import Kind, Sample, Status, Task
+from tidemill.bus.wire.messages import Kind, Sample, Status, Task, Timings
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
 from tidemill.rewards.part_settings import fits
@@ -35,6 +33,8 @@ class Scorers:
     """Reward of whole groups; None = samples alone have one."""
     teachers: Teachers | None = None
     """Models that score the tokens of training samples; None = samples need none."""
+    never_waits: bool = False
+    """True if ``score`` returns without waiting for anything, so that rewards gain nothing from running at once."""
     waits_for: Callable[[], str] = lambda: ""
     """Returns what a reward waits for, in words; empty when it waits for nothing outside of its own process."""
     stop_waiting: Callable[[], None] = lambda: None
@@ -57,6 +57,7 @@ class SampleScorer:
         """``note_outage``: called for a task whose score fails for a cause outside of its row."""
         self._actor_id, self._config, self._activity, self._note_outage = actor_id, config, activity, note_outage
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
+        self._never_waits = scorers.never_waits
         self._repeated = FailureLog(logger)
         self.running = 0
         """Rewards of samples that are computed, or wait for it."""
@@ -66,6 +67,10 @@ class SampleScorer:
         if self._group_score is None or not fits(self._config.group_reward_when, task.metadata):
             return False
         return task.kind is not Kind.EVAL or self._score is None  # an evaluation scores each sample by itself
+
+    def scores_at_once(self, task: Task) -> bool:
+        """Return whether ``score`` of a sample of the task waits for nothing."""
+        return self._never_waits and (self._teachers is None or task.kind is not Kind.TRAIN)
 
     async def score(self, task: Task, made: Made) -> Sample:
         """Return the sample with its reward and, for training, its teacher's scores; its tokens stay when one fails."""
@@ -116,7 +121,10 @@ class SampleScorer:
             return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
         finally:
             self.running -= 1
-        timings = replace(sample.timings, reward_s=time.monotonic() - begin)
+        spent, reward_s = sample.timings, time.monotonic() - begin
+        timings = Timings(
+            queued_s=spent.queued_s, generating_s=spent.generating_s, tools_s=spent.tools_s, reward_s=reward_s
+        )
         return complete(sample, reward=reward, timings=timings, actor=self._actor_id, created_s=time.time())
 
     async def _teach(self, teachers: Teachers, task: Task, sample: Sample) -> Sample:
@@ -156,7 +164,7 @@ def _request_of(task: Task, sample: Sample) -> RewardRequest:
         tokens=sample.tokens,
         metadata=task.metadata,
         response_length=sample.response_length,
-        sampled_length=int(np.count_nonzero(sample.loss_mask)),
+        sampled_length=sample.sampled_length,
         num_turns=1 if sample.turns is None else len(sample.turns.tokens),
         transcript=sample.transcript,
     )

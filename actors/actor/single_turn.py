@@ -25,8 +25,36 @@ class SingleTurn:
 
     drain_s: float | None = None
 
-    def __init__(self, responses: Responses) -> None:
-        self._responses = responses
+    def __init__(self, responses: Responses, *, join: bool = False) -> None:
+        """``join``: ask for the responses of a group in one request."""
+        self._responses, self._join = responses, join
+
+    async def group(self, task: Task, attempt: str) -> list[Made | Partial | None]:
+        """Return the samples of a group as far as one request gives them. Raises Unfinished."""
+        if not self._join or task.group_size < 2:
+            return []
+        samples: list[Sample | None] = [None] * task.group_size
+
+        def accept(index: int, response: EngineResponse) -> None:
+            samples[index] = _accepted(task, index, attempt, response)
+
+        prompt = Prompt(
+            name=f"{task.id}", tokens=task.prompt_tokens, sampling=task.sampling, min_version=task.min_version
+        )
+        names = [f"{task.id}.{index}.{attempt}" for index in range(task.group_size)]
+        try:
+            responses = await self._responses.generate_group(prompt, names, accept)
+        except Interrupted as error:
+            raise Unfinished(error.reason) from error
+        made: list[Made | Partial | None] = []
+        for index, (sample, response) in enumerate(zip(samples, responses, strict=True)):
+            if sample is not None:
+                made.append(Made(sample=sample))
+            elif response is not None and len(response.generation.tokens):
+                made.append(_partial(task, index, attempt, response.generation, response.timings))
+            else:
+                made.append(None)
+        return made
 
     async def sample(
         self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True
@@ -49,10 +77,7 @@ class SingleTurn:
 
         def accept(response: EngineResponse) -> None:
             nonlocal accepted
-            answer, engine = response.generation, response.engine
-            sample = _sample(task, index, attempt, answer, engine=engine, timings=response.timings)
-            check_sample(sample)
-            accepted = sample
+            accepted = _accepted(task, index, attempt, response)
 
         try:
             await self._responses.generate(prompt, accept)
@@ -63,7 +88,7 @@ class SingleTurn:
             unfinished = None if begun is None else _partial(task, index, attempt, begun, error.timings)
             raise Unfinished(error.reason, unfinished) from error
         assert accepted is not None, "a response that was not accepted is not returned"
-        return Made(sample=accepted, continued=continued)
+        return Made(sample=accepted, continued=continued and partial is not None and bool(partial.actor))
 
     def interrupt(self) -> None:
         """Do nothing: a single turn ends with its request."""
@@ -124,6 +149,13 @@ def failed_sample(task: Task, index: int, attempt: str, reason: str) -> Sample:
         prompt_tokens=len(task.prompt_tokens),
     )
     return failed(_sample(task, index, attempt, nothing, engine="", timings=Timings()), reason)
+
+
+def _accepted(task: Task, index: int, attempt: str, response: EngineResponse) -> Sample:
+    """Return the sample of a complete response. Raises WireError for one that is not valid."""
+    sample = _sample(task, index, attempt, response.generation, engine=response.engine, timings=response.timings)
+    check_sample(sample)
+    return sample
 
 
 def _sample(task: Task, index: int, attempt: str, answer: Generation, *, engine: str, timings: Timings) -> Sample:

@@ -90,6 +90,16 @@ class Engine(Protocol):
         """
         ...
 
+    async def generate_group(
+        self, prompt: Prompt, sampling: Sampling, request_ids: Sequence[str], **options: Unpack[GenerateOptions]
+    ) -> list[Generation]:
+        """Return a response for each of ``request_ids``, once the longest is done; one request, whose error ends all.
+
+        Response ``i`` has the seed ``sampling.seed + i``. ``options`` as for ``generate``, without ``request_id`` and
+        ``begun``.
+        """
+        ...
+
     def stream(
         self, prompt: Prompt, sampling: Sampling, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[Generation]:

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.activity import Activity
-from tidemill.actors.engines.port import FINISHED, Engine, Generation
+from tidemill.actors.engines.port import FINISHED, Engine, GenerateOptions, Generation
 from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
 from tidemill.bus.errors import DetailedError, WireError
@@ -186,10 +186,49 @@ class Responses:
                 attempts.last = str(error)
             logger.info("request broken off request=%s broken=%d error=%s", prompt.name, attempts.broken, attempts.last)
             if attempts.broken >= self._retries:
-                raise GenerationFailed(
-                    f"{attempts.broken} requests broken off, the last one: {attempts.last}", outside=True
-                )
+                reason = f"{attempts.broken} requests broken off, the last one: {attempts.last}"
+                raise GenerationFailed(reason, outside=True)
         raise attempts.interrupted("the actor is draining")
+
+    async def generate_group(
+        self, prompt: Prompt, names: Sequence[str], accept: Callable[[int, EngineResponse], None]
+    ) -> list[EngineResponse | None]:
+        """Make one attempt at the responses of a group in one request; names, as ``Prompt.name``, are all different.
+
+        The prompt has the seed of the first response. Returns the responses by index: complete ones that ``accept``
+        has taken, unfinished ones, and None for what is to be generated anew. Raises Interrupted without an engine.
+        """
+        begin = time.monotonic()
+        responses: list[EngineResponse | None] = [None] * len(names)
+        try:
+            entry = await self._engines.wait(prompt.min_version, self._timeout_s, "", "")
+        except NoServer as error:
+            raise Interrupted(str(error), None, Timings(queued_s=time.monotonic() - begin)) from error
+        try:
+            with self._engines.using(entry, len(names)) as (name, engine):
+                sent_s = time.monotonic()
+                with self._noting_loss(name):
+                    answers = await self._ask_group(engine, prompt, names)
+                timings = Timings(queued_s=sent_s - begin, generating_s=time.monotonic() - sent_s)
+                reason = ""
+                for index, answer in enumerate(answers):
+                    response = EngineResponse(generation=answer, engine=name, timings=timings)
+                    try:
+                        if answer.finish in FINISHED:
+                            accept(index, response)
+                        elif not self._cutting_short:
+                            reason = f"broke off after {len(answer.tokens)} tokens: finish {answer.finish!r}"
+                        responses[index] = response
+                    except WireError as error:
+                        reason = f"its answer is not a valid sample: {error}"
+                if reason:
+                    raise EngineFailed(name, reason)
+        except (BadRequest, EngineFailed, EngineUnavailable) as error:
+            complete = sum(response is not None and response.generation.finish in FINISHED for response in responses)
+            aborted = (len(names) - complete) * isinstance(error, EngineFailed | EngineGone)
+            self._activity.counters.requests_aborted += aborted
+            logger.info("group broken off request=%s complete=%d error=%s", prompt.name, complete, error)
+        return responses
 
     def waits_for(self) -> str:
         """Return a description of the wait for an engine and its duration; empty when no request waits."""
@@ -208,9 +247,7 @@ class Responses:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(end):
                 while self._in_flight:
-                    await asyncio.gather(
-                        *(_abort(engine, request_id) for request_id, (engine, _) in self._in_flight.items())
-                    )
+                    await asyncio.gather(*(_abort(engine, name) for name, (engine, _) in self._in_flight.items()))
                     await asyncio.sleep(ABORT_EVERY_S)
 
     async def _attempt(self, attempts: _Attempts) -> EngineResponse | None:
@@ -246,22 +283,31 @@ class Responses:
     async def _request(self, name: str, engine: Engine, attempts: _Attempts) -> Generation | None:
         """Return the engine's answer, and note whether its process has broken off a request."""
         sent_s, spent_s, begun = time.monotonic(), attempts.generating_s, attempts.begun
+        try:
+            with self._noting_loss(name, lambda: attempts.begun is not begun):
+                return await self._ask(name, engine, attempts)
+        finally:
+            if attempts.begun is not None and attempts.begun is not begun:  # a stream that broke off is continued
+                attempts.generating_s = spent_s + time.monotonic() - sent_s
+
+    @contextmanager
+    def _noting_loss(self, name: str, has_grown: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Note whether the process of an engine breaks off the request of the block.
+
+        ``has_grown``: returns whether it has returned something before it broke off.
+        """
         process = self._engines.process_of(name)
         away = bool(process) and self._lost.get(name) == process
         try:
-            answer = await self._ask(name, engine, attempts)
+            yield
             self._lost.pop(name, None)
-            return answer
         except EngineGone as error:
             self._lost[name] = process
             # A relay takes connections also while its engine is away: a process that has broken off a request
             # counts once.
-            if away and attempts.begun is begun:
+            if away and not has_grown():
                 raise EngineUnavailable(name, error.reason) from error
             raise
-        finally:
-            if attempts.begun is not None and attempts.begun is not begun:  # a stream that broke off is continued
-                attempts.generating_s = spent_s + time.monotonic() - sent_s
 
     async def _ask(self, name: str, engine: Engine, attempts: _Attempts) -> Generation | None:
         """Return the engine's answer, complete or broken off; None when it was cut short without one."""
@@ -296,6 +342,24 @@ class Responses:
             raise EngineFailed(name, f"could not continue a response: {error}") from error
         finally:
             del self._in_flight[request_id]
+
+    async def _ask_group(self, engine: Engine, prompt: Prompt, names: Sequence[str]) -> Sequence[Generation]:
+        """Return the engine's answers, complete or broken off; none when they were cut short without any."""
+        if self._cutting_short:
+            return ()
+        nonce = secrets.token_hex(8)  # as for one request
+        request_ids = [f"{name}.0-{nonce}" for name in names]
+        try:
+            async with asyncio.timeout(None) as limit:  # ``cut_short`` sets the limit
+                self._in_flight.update(dict.fromkeys(request_ids, (engine, limit)))
+                with self._activity:
+                    bounds: GenerateOptions = {"min_version": prompt.min_version, "timeout_s": self._timeout_s}
+                    return await engine.generate_group(prompt.tokens, prompt.sampling, request_ids, **bounds)
+        except TimeoutError:
+            return ()
+        finally:
+            for request_id in request_ids:
+                del self._in_flight[request_id]
 
 
 async def _generate_streamed(

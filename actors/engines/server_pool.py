@@ -164,9 +164,9 @@ class ServerPool(Generic[Client]):
             yield acquired
 
     @contextmanager
-    def using(self, entry: Pooled[Client]) -> Iterator[tuple[str, Client]]:
-        """Yield (id, client) of a server that ``wait`` has just returned, and count the request; as ``acquire``."""
-        entry.in_flight += 1
+    def using(self, entry: Pooled[Client], requests: int = 1) -> Iterator[tuple[str, Client]]:
+        """Yield (id, client) of a server that ``wait`` has just returned, and count the requests; as ``acquire``."""
+        entry.in_flight += requests
         entry.chosen = next(self._choices)
         try:
             yield entry.status.id, entry.client
@@ -177,7 +177,7 @@ class ServerPool(Generic[Client]):
         else:
             entry.failures = 0
         finally:
-            entry.in_flight -= 1
+            entry.in_flight -= requests
             self._changed.wake()
 
     async def gone(self, client: Client) -> None:

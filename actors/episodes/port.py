@@ -48,6 +48,14 @@ class Rollout(Protocol):
         """Seconds that its samples may go on when the actor drains; None = as the actor's settings have it."""
         ...
 
+    async def group(self, task: Task, attempt: str) -> list[Made | Partial | None]:
+        """Make samples of a task that no actor has begun together, where that is cheaper.
+
+        Returns samples and unfinished responses by index; ``sample`` makes the others, and all of an empty list. Raises
+        Unfinished for all.
+        """
+        ...
+
     async def sample(
         self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True
     ) -> Made:

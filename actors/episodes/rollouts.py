@@ -51,6 +51,10 @@ class ProgramRollout:
         for episode in self._episodes:
             episode.stop(handed_back=LEAVING)
 
+    async def group(self, task: Task, attempt: str) -> list[Made | Partial | None]:
+        """Return an empty list: each episode has a program of its own."""
+        return []
+
     async def sample(
         self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True
     ) -> Made:

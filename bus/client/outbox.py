@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -62,6 +62,44 @@ class Outbox:
 
         Raises Refused, Forbidden, BusFull; BusUnavailable, after which the message may be stored all the same.
         """
+        answer = await self._answer(subject, payload, headers)
+        try:
+            return _read(subject, answer)
+        except BusUnavailable as error:
+            raise await self.explained(error) from None
+
+    async def attempt_all(self, messages: Sequence[tuple[str, bytes, dict[str, str]]]) -> list[PublishAck | None]:
+        """Send several messages (subject, payload, headers) once each, before any answer; None = not acknowledged."""
+        acks, sent = list[PublishAck | None](), list[asyncio.Future[Msg | None]]()
+        try:
+            with suppress(BusUnavailable, Forbidden):
+                await heard(self._send_all(messages, sent))
+            for (subject, _, _), answer in zip(messages, sent, strict=False):
+                ack = None
+                with suppress(BusUnavailable, Forbidden, Refused):
+                    ack = _read(subject, await answer)
+                acks.append(ack)
+        finally:
+            for answer in sent:
+                answer.cancel()
+        return acks + [None] * (len(messages) - len(acks))
+
+    async def request(self, subject: str, payload: bytes) -> None:
+        """Send a request and wait for its empty answer. Raises as ``attempt``."""
+        answer = await self._answer(subject, payload)
+        if answer is None or answer.headers:
+            raise BusUnavailable(subject, "no answer" if answer is None else "no responders")
+
+    async def _send_all(
+        self, messages: Sequence[tuple[str, bytes, dict[str, str]]], sent: "list[asyncio.Future[Msg | None]]"
+    ) -> None:
+        for message in messages:
+            sent.append(await self._send(*message))
+
+    async def _send(
+        self, subject: str, payload: bytes, headers: dict[str, str] | None = None
+    ) -> "asyncio.Future[Msg | None]":
+        """Send a message, and return its future answer; None = none came, or the connection broke. In ``heard``."""
         self._connection.check_allowed(subject)
         if not self._inbox:
             await self._open()
@@ -75,16 +113,21 @@ class Outbox:
         if self._sweeping is None:
             self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
-            await heard(self._connection.nc.publish(subject, payload, reply=token, headers=headers))
-            answer = await future
-        except FOREIGN as error:  # without the block of ``translated``: this is done for each sample
-            raise unavailable(subject, error) from None
-        finally:
+            await self._connection.nc.publish(subject, payload, reply=token, headers=headers)
+        except BaseException as error:
             self._waiting.pop(token, None)
+            if isinstance(error, FOREIGN):  # without the block of ``translated``: this is done for each sample
+                raise unavailable(subject, error) from None
+            raise
+        return future
+
+    async def _answer(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> Msg | None:
+        """Send a message, and return its answer; None = none came, or the connection broke."""
+        future = await heard(self._send(subject, payload, headers))
         try:
-            return _read(subject, answer)
-        except BusUnavailable as error:
-            raise await self.explained(error) from None
+            return await future
+        finally:
+            future.cancel()
 
     async def explained(self, error: BusUnavailable) -> BusUnavailable:
         """Return the error of a request without success; in its place BusFull while that is the reason."""
@@ -151,7 +194,7 @@ class Outbox:
         self._settle(message.subject, message)
 
     def _settle(self, token: str, answer: Msg | None) -> None:
-        waiting = self._waiting.get(token)
+        waiting = self._waiting.pop(token, None)
         if waiting is not None and not waiting[0].done():
             waiting[0].set_result(answer)
 

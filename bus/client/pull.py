@@ -341,8 +341,8 @@ class _Slot:
             inbox = self._jet.connection.nc.new_inbox()
             self._sub = await self._jet.connection.subscribe(inbox, self._on_message, self._subject)
         self._requested_until_s = time.monotonic() + expires_s + _GRACE_S
-        request = {"batch": 1, "expires": int(expires_s * _NS)}
-        await self._jet.connection.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)
+        request = b'{"batch": 1, "expires": %d}' % int(expires_s * _NS)
+        await self._jet.connection.send(self._subject, request, reply=self._sub.subject)
 
     async def _on_message(self, message: Msg) -> None:
         """Handle a message, or a status that ends the request (expired, limits, consumer gone)."""

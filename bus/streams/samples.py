@@ -1,14 +1,13 @@
 """The stream of samples: publish until stored, read gapless from a cursor, fetch, trim, tail."""
 
 import re
-from collections.abc import AsyncGenerator, Callable, Collection, Container, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Container, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
+from tidemill.bus.client.outbox import PublishAck
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.merging import as_they_arrive, in_order
 from tidemill.bus.streams.shard_reading import (
@@ -23,6 +22,7 @@ from tidemill.bus.streams.shard_reading import (
     states_of_shards,
     stored_part,
 )
+from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import decode_sample, encode_sample
 from tidemill.bus.wire.messages import Cursor, Kind, Sample
@@ -61,17 +61,37 @@ class SampleStream:
         Any number may be in flight at once. Waits while the stream is full. Raises WireError for a sample that cannot
         be encoded, and ValueError for a sample of another run.
         """
+        return await self.publish_bytes(*self._encoded(sample), task=sample.task)
+
+    async def publish_group(self, samples: Sequence[Sample]) -> list[int]:
+        """Store samples of one task as ``publish`` does; all are sent before an answer is waited for."""
+        if len(samples) < 2:
+            return [await self.publish(sample) for sample in samples]
+        messages, shards, task = list(map(self._encoded, samples)), await self._jet.shards(), samples[0].task
+        shard, acks = shards.of_task(task), list[PublishAck | None]([None] * len(samples))
+        if all(codec.fits(data, self._jet.connection.max_payload) for data, _, _ in messages):
+            acks = await self._jet.outbox.attempt_all(
+                [(_in_shard(subject, shards, shard), data, headers) for data, subject, headers in messages]
+            )
+        # The others are sent again, under the same ids, until they are stored.
+        missing = [message for message, ack in zip(messages, acks, strict=True) if ack is None]
+        seqs = iter(await all_of(self.publish_bytes(*message, task=task) for message in missing))
+        self.stats.published += len(samples) - len(missing)
+        self.stats.duplicates += sum(ack is not None and ack.duplicate for ack in acks)
+        return [next(seqs) if ack is None else shards.seq(shard, ack.seq) for ack in acks]
+
+    def _encoded(self, sample: Sample) -> tuple[bytes, str, dict[str, str]]:
+        """Return the bytes, subject and headers of a sample. Raises as ``publish``."""
         if sample.run != self._jet.run:
             raise ValueError(f"sample.run: want {self._jet.run!r}, got {sample.run!r}")
         subject = subjects.sample(self._jet.run, sample.kind, sample.min_version, sample.actor)
-        return await self.publish_bytes(encode_sample(sample), subject, headers_of(sample), task=sample.task)
+        return encode_sample(sample), subject, headers_of(sample)
 
     async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str], *, task: int) -> int:
         """Store a sample of ``task`` that is encoded already, as ``publish`` does, with headers as ``headers_of``'s."""
         shards = await self._jet.shards()
         shard = shards.of_task(task)
-        if shards.count > 1:
-            subject = subjects.in_shard(subject, shards.suffix(shard))
+        subject = _in_shard(subject, shards, shard)
         if not codec.fits(data, self._jet.connection.max_payload):
             if len(data) > codec.MAX_SAMPLE_BYTES:
                 raise WireError("sample", f"<= {codec.MAX_SAMPLE_BYTES} bytes", len(data))
@@ -234,6 +254,10 @@ class SampleStream:
         return min(oldest, *seqs)
 
 
+def _in_shard(subject: str, shards: Shards, shard: int) -> str:
+    return subjects.in_shard(subject, shards.suffix(shard)) if shards.count > 1 else subject
+
+
 def headers_of(sample: Sample) -> dict[str, str]:
     """Return the headers of a sample: one for readers without the payload, because each header costs CPU."""
     versions = f"{sample.min_version}-{sample.max_version}" if sample.spans else "none"
@@ -243,7 +267,7 @@ def headers_of(sample: Sample) -> dict[str, str]:
         fields.append(f"turns={len(sample.turns.at)}")
     if len(sample.sequences) > 1:
         fields.append(f"sequences={len(sample.sequences)}")
-    if (sampled := int(np.count_nonzero(sample.loss_mask))) != sample.response_length:
+    if (sampled := sample.sampled_length) != sample.response_length:
         fields.append(f"sampled={sampled}")
     if _HEADER_VALUE.fullmatch(sample.engine):
         fields.append(f"engine={sample.engine}")

@@ -63,7 +63,7 @@ class Lease:
         async def ack() -> None:
             left_s = deadline - time.monotonic()
             await connection.wait_up(left_s)
-            await connection.request(self._reply, ACK, min(left_s, _CONFIRM_S))
+            await self._queue.jet.outbox.request(self._reply, ACK)
 
         try:
             await retry(connection, ack, deadline=deadline, report=self._not_acknowledged)

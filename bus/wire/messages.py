@@ -222,6 +222,11 @@ class Sample:
         return self.sequences or (SequenceSize(len(self.tokens), self.response_length),)
 
     @property
+    def sampled_length(self) -> int:
+        """Number of tokens of the response that the model has sampled."""
+        return self.loss_mask.tobytes().count(1)  # a fraction of numpy's time for a short response
+
+    @property
     def teacher_top_k(self) -> int:
         """Number of tokens that its teacher listed at each position, K; 0 = none."""
         ids = self.teacher_top_ids

@@ -1,6 +1,6 @@
 """``actor.max_samples_in_flight: auto`` against the best fixed number, in a simulation of the loop by events.
 
-python -m tests.bench in_flight [--shapes tiny late ...]
+python -m tests.bench in_flight [--shapes tiny late ...] [--curves flat steep ...] [--seeds 1]
 python -m tests.bench in_flight --runs launch/configs/digits.yaml ... [--steps 60] [--fixed 64 256 1024] [--rounds 1]
     [--set KEY=VALUE ...]
 
@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.bench.meter import metered
@@ -53,6 +53,8 @@ class Shape:
     engines: int = 1
     rows: int = 64
     """Responses that an engine decodes at once."""
+    pass_s: tuple[float, float] = (0.004, 0.00025)
+    """Seconds of a pass, which gives each row a token, and for each row."""
     joins_s: float = 0.0
     """Time at which the last engine joins."""
     tokens: Callable[[random.Random], int]
@@ -87,9 +89,13 @@ SHAPES = {
 }
 
 
+CURVES = {"default": (0.004, 0.00025), "flat": (0.02, 0.00002), "steep": (0.0005, 0.0008)}
+"""``Shape.pass_s`` by name: flat as on a GPU that reads its weights for each pass, steep as on a CPU that computes."""
+
+
 @dataclass(slots=True, eq=False)
 class Engine:
-    """Decodes one token for all of its rows in each pass, which takes 4 ms and 0.25 ms for each row."""
+    """Decodes one token for all of its rows in each pass."""
 
     rows: int
     serving: bool
@@ -194,7 +200,8 @@ class Simulation:
         if engine.busy:
             # Passes in which nothing ends or begins are one event.
             passes = max(1, engine.running[0][0] - engine.passes) if len(engine.running) == engine.rows else 1
-            self._at(passes * (0.004 + 0.00025 * len(engine.running)), lambda: self._passed(engine, passes))
+            pass_s, row_s = self.shape.pass_s
+            self._at(passes * (pass_s + row_s * len(engine.running)), lambda: self._passed(engine, passes))
 
     def _passed(self, engine: Engine, passes: int) -> None:
         engine.passes += passes
@@ -221,14 +228,24 @@ class Simulation:
         self._lease()
 
 
-def compare(shape: Shape, fixed: Sequence[int] = FIXED) -> dict[int | str, float]:
+def compare(shape: Shape, fixed: Sequence[int] = FIXED, seed: int = 0) -> dict[int | str, float]:
     """Return the seconds of a run by setting: fixed numbers, and auto."""
-    return {setting: Simulation(shape, setting).run() for setting in (*fixed, AUTO)}
+    return {setting: Simulation(shape, setting, seed).run() for setting in (*fixed, AUTO)}
 
 
 def ratio(seconds: dict[int | str, float]) -> float:
     """Return the seconds with auto, divided by those with the best fixed number."""
     return seconds[AUTO] / min(value for setting, value in seconds.items() if setting != AUTO)
+
+
+def compare_seeds(name: str, curve: str, num_seeds: int) -> None:
+    """Print the seconds of a shape by setting, means over the seeds, and the ratio of auto to the best fixed number."""
+    shape = replace(SHAPES[name], pass_s=CURVES[curve])
+    runs = [compare(shape, seed=seed) for seed in range(num_seeds)]
+    seconds = {setting: statistics.mean(run[setting] for run in runs) for setting in runs[0]}
+    print(f"{name:9}{curve:8}" + " ".join(f"{setting}:{value:.0f}" for setting, value in seconds.items()))
+    best = min(FIXED, key=lambda setting: seconds[setting])
+    print(f"RATIO {name} {curve} auto / best fixed ({best}): {ratio(seconds):.3f}", flush=True)
 
 
 def measure_run(name: str, setting: int | str, steps: int, settings: Sequence[str] = ()) -> tuple[float, float]:
@@ -264,6 +281,8 @@ def compare_runs(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--curves", nargs="*", choices=list(CURVES), default=list(CURVES), help="engines")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--runs", nargs="*", default=[], metavar="FILE", help="shipped configurations, run as they are")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--fixed", type=int, nargs="*", default=[64, 256, 1024])
@@ -273,10 +292,8 @@ def main() -> None:
     for name in args.runs:
         compare_runs(name, (AUTO, *args.fixed), steps=args.steps, rounds=args.rounds, changes=args.set)
     for name in args.shapes if not args.runs else ():
-        seconds = compare(SHAPES[name])
-        print(f"{name:9}" + " ".join(f"{setting}:{value:.0f}" for setting, value in seconds.items()))
-        best = min(FIXED, key=lambda setting: seconds[setting])
-        print(f"RATIO {name} auto / best fixed ({best}): {ratio(seconds):.3f}", flush=True)
+        for curve in args.curves:
+            compare_seeds(name, curve, args.seeds)
 
 
 if __name__ == "__main__":

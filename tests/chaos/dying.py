@@ -124,7 +124,9 @@ EPISODE = {
         "tidemill.actors.actor.sample_scoring:SampleScorer.score",
         lambda _, task, made: f"{task.id}.{made.sample.index}",
     ),
-    "scored": Point("tidemill.actors.actor.loop:Actor._publish", lambda _, task, sample: f"{task.id}.{sample.index}"),
+    "scored": Point(
+        "tidemill.actors.actor.loop:Actor._publish", lambda _, samples: f"{samples[0].task}.{samples[0].index}"
+    ),
     "published": Point(
         "tidemill.actors.episodes.turn_log:TurnLog.end", lambda log, _: f"{log._log._task}.{log._log._index}"
     ),

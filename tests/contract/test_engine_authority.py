@@ -11,10 +11,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.engine_serving import LIMIT_S, commands_of
+from tests.engine_serving import commands_of
 from tests.refusals import refusal
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
+from tests.waits import LIMIT_S
 from tidemill.actors.config import EngineConfig, SglangConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import EngineUnavailable

@@ -11,6 +11,7 @@ from tests.engine_kinds import Kind
 from tests.engine_push import joined
 from tests.engine_serving import log_probs_of, prompts, scores, told_log_probs
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import LIMIT_S
 
 MEAN, MOST = 0.03, 0.5
 """Nats. Measured over 384 tokens: built-in 0.017 to 0.019 and at most 0.14, SGLang 0.015 to 0.018 and at most 0.13. (In
@@ -40,7 +41,7 @@ def first_model(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 async def test_log_probs_are_near_those_of_fp32(kind: Kind, first_model: Path, models: list[Any]) -> None:
-    async with kind.serving(first_model) as served, joined(served, timeout_s=60) as push:
+    async with kind.serving(first_model) as served, joined(served, timeout_s=LIMIT_S) as push:
         for version, model in enumerate(models):
             if version:
                 await push.whole(model, version)  # sent in fp32, kept in bfloat16

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.engine_kinds import Kind
-from tests.engine_serving import LIMIT_S, Served, greedy, told_log_probs
+from tests.engine_serving import Served, greedy, told_log_probs
 from tests.engine_watch import Watched, watching
 from tests.refusals import refusal
 from tests.tiny_models import tiny_model, write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.errors import EngineUnavailable
 from tidemill.bus.wire.messages import Sampling
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine_serving import LIMIT_S, Served, serving
+from tests.engine_serving import Served, serving
 from tests.tiny_models import write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.generate_body import parse_generate
 from tidemill.actors.text.text import StopStrings
 

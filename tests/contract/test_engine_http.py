@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine_serving import LIMIT_S, Served, greedy, prompts, serving
+from tests.engine_serving import Served, greedy, prompts, serving
 from tests.refusals import refusal
 from tests.tiny_models import tiny_model, write_tiny_model
+from tests.waits import LIMIT_S
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable, VersionUnavailable
 from tidemill.bus.wire.messages import Sampling, Span

@@ -1,6 +1,4 @@
-"""Request batching, on both kinds of engine: each request gets its own answer, the same as alone, and none delays
-another.
-"""
+"""Requests for groups, on both kinds of engine: each response is the same as alone."""
 
 import asyncio
 from pathlib import Path
@@ -11,12 +9,12 @@ import pytest
 from tests.engine_kinds import Kind
 from tests.engine_serving import Served, serving
 from tests.tiny_models import write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.port import FINISHED
 from tidemill.actors.errors import BadRequest
 from tidemill.bus.wire.messages import Sampling
 
-LIMIT_S = 60.0
 PROMPT = np.array([5, 6, 7], np.int32)
 
 
@@ -49,49 +47,43 @@ async def test_the_same_answers_as_alone_in_one_request(kind: Kind, model_dir: P
         return sampling(seed) if kind.seeds else Sampling(max_new_tokens=8, temperature=0.0)
 
     async with kind.serving(model_dir) as served:
-        alone, joined = HttpEngine(served.engine.url), HttpEngine(served.engine.url, join=True)
+        client, names = HttpEngine(served.engine.url), [f"j{seed}" for seed in range(6)]
         try:
-            one_by_one = [await alone.generate(PROMPT, repeatable(seed), request_id=f"a{seed}") for seed in range(6)]
-            together = await asyncio.gather(
-                *(joined.generate(PROMPT, repeatable(seed), request_id=f"j{seed}") for seed in range(6))
-            )
-            other = await asyncio.gather(joined.generate(PROMPT, sampling(1)), joined.generate(PROMPT[:2], sampling(1)))
-        finally:
-            await alone.close()
-            await joined.close()
-    assert [g.tokens.tolist() for g in together] == [g.tokens.tolist() for g in one_by_one]
-    assert [g.id for g in together] == [f"j{seed}" for seed in range(6)]
-    for got, want in zip(together, one_by_one, strict=True):
-        assert np.allclose(got.log_probs, want.log_probs, atol=1e-5)
-    assert [g.prompt_tokens for g in other] == [3, 2], "another prompt is another request"
-
-
-async def test_who_leaves_takes_nothing_from_the_others(kind: Kind, model_dir: Path) -> None:
-    async with kind.serving(model_dir) as served:
-        client = HttpEngine(served.engine.url, join=True)
-        try:
-            await client.pause()
-            staying, leaving = (asyncio.create_task(client.generate(PROMPT, sampling(seed))) for seed in (1, 2))
-            await until_unfinished(served, 2)
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
-            await client.resume()
-            assert len((await staying).tokens) > 0
-            await until_unfinished(served, 0)
+            one_by_one = [await client.generate(PROMPT, repeatable(seed), request_id=f"a{seed}") for seed in range(6)]
+            together = await client.generate_group(PROMPT, repeatable(0), names)
         finally:
             await client.close()
+    assert [g.tokens.tolist() for g in together] == [g.tokens.tolist() for g in one_by_one]
+    assert [g.id for g in together] == names
+    assert [g.prompt_tokens for g in together] == [3] * 6
+    for got, want in zip(together, one_by_one, strict=True):
+        assert np.allclose(got.log_probs, want.log_probs, atol=1e-5)
 
 
-async def test_when_all_have_left_the_engine_stops(model_dir: Path) -> None:
-    async with serving(model_dir) as served:
-        client = HttpEngine(served.engine.url, join=True)
+async def test_one_that_is_aborted_takes_nothing_from_the_others(kind: Kind, model_dir: Path) -> None:
+    async with kind.serving(model_dir) as served:
+        client = HttpEngine(served.engine.url)
         try:
             await client.pause()
-            tasks = [asyncio.create_task(client.generate(PROMPT, sampling(seed, 4000))) for seed in (1, 2)]
+            asking = asyncio.create_task(client.generate_group(PROMPT, sampling(1), ["stays", "leaves"]))
+            await until_unfinished(served, 2)
+            await client.abort("leaves")
+            await client.resume()
+            staying, leaving = await asking
+        finally:
+            await client.close()
+    assert (staying.finish in FINISHED, len(staying.tokens) > 0, leaving.finish) == (True, True, "abort")
+
+
+async def test_a_group_that_is_cancelled_is_aborted(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        client = HttpEngine(served.engine.url)
+        try:
+            await client.pause()
+            asking = asyncio.create_task(client.generate_group(PROMPT, sampling(1, 4000), ["a", "b"]))
             await served.until(lambda: served.engine.stats()["waiting"] == 2)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
             await until_unfinished(
                 served, 0
             )  # the server notices it later than the client, and a response could end by itself
@@ -102,12 +94,11 @@ async def test_when_all_have_left_the_engine_stops(model_dir: Path) -> None:
             await client.close()
 
 
-async def test_a_refusal_is_everyones(kind: Kind, model_dir: Path) -> None:
+async def test_a_group_is_refused_as_a_whole(kind: Kind, model_dir: Path) -> None:
     async with kind.serving(model_dir) as served:
-        client = HttpEngine(served.engine.url, join=True)
-        bad = Sampling(max_new_tokens=4, top_p=7.0)
+        client = HttpEngine(served.engine.url)
         try:
-            found = await asyncio.gather(*(client.generate(PROMPT, bad) for _ in range(2)), return_exceptions=True)
+            with pytest.raises(BadRequest):
+                await client.generate_group(PROMPT, Sampling(max_new_tokens=4, top_p=7.0), ["a", "b"])
         finally:
             await client.close()
-    assert [type(error) for error in found] == [BadRequest, BadRequest]

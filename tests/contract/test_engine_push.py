@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.contract.test_engine_updates import directories, family, models
-from tests.engine_push import DEADLINE_S, flat, joined, named, serves
+from tests.engine_push import flat, joined, named, serves
 from tests.engine_serving import Served, serving
+from tests.waits import LIMIT_S
 from tidemill.weightstore.errors import PeerLost
 
 __all__ = ["directories", "family", "models"]
@@ -48,7 +49,7 @@ async def test_what_is_wrong_in_a_push_asked_for_at_once_is_said_and_nothing_of_
             status, answer = await push.ask_at_once(parts, 1, serve=serve)
             assert (status, wanted in answer["message"]) == (400, True), answer
         asked = asyncio.create_task(push.ask_at_once([tensors[:5]], 1, serve=serve))
-        await asyncio.to_thread(push.group.send, flat(tensors[:5]), DEADLINE_S)
+        await asyncio.to_thread(push.group.send, flat(tensors[:5]), LIMIT_S)
         status, answer = await asked
         assert status == (400 if serve else 200), answer
         if not serve:
@@ -70,16 +71,16 @@ async def test_a_push_asked_for_at_once_is_discarded_when_its_sender_is_silent_o
             push.fields["timeout_s"] = 1.0
             asked = asyncio.create_task(push.ask_at_once(parts, 1))
             with suppress(PeerLost):  # if the message is later than the time-out
-                await asyncio.to_thread(push.group.send, flat(parts[0]), DEADLINE_S)
+                await asyncio.to_thread(push.group.send, flat(parts[0]), LIMIT_S)
             status, answer = await asked
             assert (status, "receiving" in answer["message"]) == (400, True), answer
         async with joined(served) as old:
             asked = asyncio.create_task(old.ask_at_once(parts, 1))
-            await asyncio.to_thread(old.group.send, flat(parts[0]), DEADLINE_S)
+            await asyncio.to_thread(old.group.send, flat(parts[0]), LIMIT_S)
             async with joined(served) as new:
                 await new.at_once(models[2], 2, serve=True)
                 with suppress(PeerLost):  # the engine may have left before it waited for this message
-                    await asyncio.to_thread(old.group.send, flat(parts[1]), DEADLINE_S)
+                    await asyncio.to_thread(old.group.send, flat(parts[1]), LIMIT_S)
                 assert (await asked)[0] == 400
                 assert served.engine.version == 2 and serves(served, models[2])
                 await new.at_once(models[1], 3, serve=True)
@@ -98,7 +99,7 @@ async def test_of_two_pushes_that_begin_at_once_the_later_one_is_received(
             await served.until(lambda: served.engine.updates.open_update.version == 2)
         status, answer = await asked[0]
         assert (status, "another one has begun" in answer["message"]) == (400, True), answer
-        await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
+        await asyncio.to_thread(push.group.send, flat(tensors), LIMIT_S)
         assert (await asked[1])[0] == 200 and served.engine.version == 2 and serves(served, models[2])
 
 
@@ -112,9 +113,9 @@ async def test_messages_of_discarded_pushes_keep_no_memory(directories: list[Pat
             await served.until(lambda: any(each.receiving == 2 for each in served.engine.updates.groups.values()))
             await push.begin(version)
             for part in parts[:2]:
-                await asyncio.to_thread(push.group.send, flat(part), DEADLINE_S)
+                await asyncio.to_thread(push.group.send, flat(part), LIMIT_S)
             assert (await asked)[0] == 400
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(LIMIT_S):
             await push.at_once(models[2], 4, serve=True)
         assert serves(served, models[2])
 
@@ -130,7 +131,7 @@ async def test_messages_that_come_at_the_same_moment_are_all_there(directories: 
         asked = asyncio.create_task(push.ask_at_once(parts, 2))
         await served.until(lambda: any(each.receiving == 2 for each in served.engine.updates.groups.values()))
         for part in parts:
-            push.group.send(flat(part), DEADLINE_S)
+            push.group.send(flat(part), LIMIT_S)
         time.sleep(0.3)  # noqa: ASYNC251 - nothing else may have its turn meanwhile
         status, answer = await asked
         assert (status, answer["success"]) == (200, True), answer
@@ -145,8 +146,8 @@ async def test_a_group_that_is_left_while_a_message_is_copied(
     async with serving(directories[0]) as served, joined(served) as old:
         copying = copies_late(served, monkeypatch)
         asked = asyncio.create_task(old.ask_at_once([tensors[:5], tensors[5:9], tensors[9:]], 1))
-        await asyncio.to_thread(old.group.send, flat(tensors[:5]), DEADLINE_S)
-        await asyncio.to_thread(copying.begun.wait, DEADLINE_S)
+        await asyncio.to_thread(old.group.send, flat(tensors[:5]), LIMIT_S)
+        await asyncio.to_thread(copying.begun.wait, LIMIT_S)
         async with joined(served) as new:
             copying.go_on.set()
             status, answer = await asked
@@ -162,8 +163,8 @@ async def test_a_push_that_begins_while_the_last_message_of_another_is_copied_is
     async with serving(directories[0]) as served, joined(served) as push:
         copying = copies_late(served, monkeypatch)
         asked = asyncio.create_task(push.ask_at_once([tensors], 1))
-        await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
-        await asyncio.to_thread(copying.begun.wait, DEADLINE_S)
+        await asyncio.to_thread(push.group.send, flat(tensors), LIMIT_S)
+        await asyncio.to_thread(copying.begun.wait, LIMIT_S)
         beginning = asyncio.create_task(push.begin(2))
         await served.until(lambda: served.engine.updates.open_update.version == 2)
         copying.go_on.set()
@@ -182,8 +183,8 @@ async def test_a_push_whose_last_message_is_copied_when_another_epoch_takes_over
     async with serving(directories[0]) as served, joined(served, epoch=1) as push:
         copying = copies_late(served, monkeypatch)
         asked = asyncio.create_task(push.ask_at_once([tensors], 1))
-        await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
-        await asyncio.to_thread(copying.begun.wait, DEADLINE_S)
+        await asyncio.to_thread(push.group.send, flat(tensors), LIMIT_S)
+        await asyncio.to_thread(copying.begun.wait, LIMIT_S)
         served.engine.updates.require_current_epoch(2, "of the next learner")
         copying.go_on.set()
         status, answer = await asked
@@ -206,7 +207,7 @@ def copies_late(served: Served, monkeypatch: pytest.MonkeyPatch) -> Copying:
     def late(*args: Any) -> None:
         if not copying.begun.is_set():
             copying.begun.set()
-            assert copying.go_on.wait(DEADLINE_S)
+            assert copying.go_on.wait(LIMIT_S)
         copy(*args)
 
     monkeypatch.setattr(served.engine.updates, "_copy", late)

@@ -113,10 +113,14 @@ async def test_prompts_that_are_shared_have_them_too(directory: Path, models: li
         watching(one, list(prompt), max_new_tokens=400, ignore_eos=True) as other,
     ):
         await other.beyond(3)
-        joining = HttpEngine(one.engine.url, join=join, routed_experts=True)
+        joining = HttpEngine(one.engine.url, routed_experts=True)
         first = asyncio.create_task(joining.generate(prompt, replace(SAMPLED, max_new_tokens=300, stop_token_ids=())))
         made = [await client.generate(prompt, replace(SAMPLED, seed=seed)) for seed in (1, 2)]
-        made += await asyncio.gather(*(joining.generate(prompt, replace(SAMPLED, seed=seed)) for seed in (5, 6, 7)))
+        if join:
+            made += await joining.generate_group(prompt, replace(SAMPLED, seed=5), ["5", "6", "7"])
+        else:
+            each = (joining.generate(prompt, replace(SAMPLED, seed=seed)) for seed in (5, 6, 7))
+            made += await asyncio.gather(*each)
         made.append(await first)
         await joining.close()
         counters = one.engine.scheduler.counters

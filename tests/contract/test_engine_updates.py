@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine_push import DEADLINE_S, flat, joined, named, serves
+from tests.engine_push import flat, joined, named, serves
 from tests.engine_serving import greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
 from tests.examples import rarely
 from tests.handle_push import joined_by_handles
 from tests.tiny_models import SERVED, named_weights, tiny_model, write_tiny_model
-from tests.waits import turn
+from tests.waits import LIMIT_S, turn
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.authority import Authority
 from tidemill.bus.wire.messages import Sampling
@@ -116,7 +116,7 @@ async def test_what_its_sender_leaves_open_is_discarded_by_handles_too(
                 await push.begin(version)
                 assert (await push.bucket(named_weights(models[version])))[0] == 200
                 assert (await push.ask("leave"))[0] == 200
-                async with asyncio.timeout(DEADLINE_S):
+                async with asyncio.timeout(LIMIT_S):
                     await served.engine.load_snapshot(directories[version], version)
                 assert served.engine.version == version
             learner = await asyncio.create_subprocess_exec("sleep", "60")
@@ -125,7 +125,7 @@ async def test_what_its_sender_leaves_open_is_discarded_by_handles_too(
             assert served.engine.updates.open_update is not None
             learner.kill()
             await learner.wait()
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(LIMIT_S):
                 await served.engine.load_snapshot(directories[3], 3)
 
 
@@ -351,7 +351,7 @@ async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: lis
             assert (await push.end(1))[0] == 400
         async with joined(served) as push:  # the same name again
             await push.begin(1)
-            asked = asyncio.create_task(push.bucket(tensors, send=False, timeout_s=20))
+            asked = asyncio.create_task(push.bucket(tensors, send=False, timeout_s=LIMIT_S))
             await served.until(lambda: any(each.receiving for each in served.engine.updates.groups.values()))
             push.group.close()  # the learner dies
             status, answer = await asked
@@ -380,7 +380,7 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(
         await asyncio.to_thread(
             push.group.send,
             torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in tensors]),
-            DEADLINE_S,
+            LIMIT_S,
         )
         await push.bucket(named(models[2]))
         assert (await push.end(2))[0] == 200
@@ -423,7 +423,7 @@ async def test_a_bucket_of_a_discarded_push_that_comes_late_is_not_written(
         await push.begin(2)
         await push.bucket(named(models[2]))
         message = torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in old])
-        await asyncio.to_thread(before.group.send, message, DEADLINE_S)
+        await asyncio.to_thread(before.group.send, message, LIMIT_S)
         status, answer = await asked
         assert (status, "another one has begun" in answer["message"]) == (400, True)
         assert (await push.end(2))[0] == 200
@@ -571,7 +571,7 @@ async def test_what_a_broken_push_brings_late_is_written_nowhere(directories: li
         await served.until(lambda: any(each.receiving for each in updates.groups.values()))
         async with joined(served) as push:
             await push.whole(models[1], 4)
-            await asyncio.to_thread(old.group.send, flat(tensors), DEADLINE_S)
+            await asyncio.to_thread(old.group.send, flat(tensors), LIMIT_S)
             assert (await asked)[0] == 400
             assert serves(served, models[1])
             await push.whole(models[0], 5)

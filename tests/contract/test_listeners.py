@@ -20,11 +20,11 @@ import pytest
 from aiohttp import web
 
 from tests.contract.test_bad_input import HALF, ODD
-from tests.engine_serving import LIMIT_S
 from tests.episode_kit import chat, stage, task
 from tests.listeners import HERE, KEYS, ROLES, RUN, Place, engine, table
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import PACKAGES, ROOT
+from tests.waits import LIMIT_S
 from tidemill.actors.config import EngineConfig
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.access import Route, Rule, RunAccess

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.episodes import children as episode_children
 from tidemill.actors.episodes.children import LOADS, Children
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
@@ -387,7 +387,7 @@ async def test_children_end_with_their_actor(tmp_path: Path) -> None:
         assert actor.stdout is not None
         pid = int(await asyncio.to_thread(actor.stdout.readline))
         actor.kill()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         await ended(pid)
 
 

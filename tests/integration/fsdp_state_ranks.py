@@ -91,14 +91,12 @@ KINDS = {
 OFTEN = (
     "reference and proximal",
     "critic",
-    "adam",
     "muon of experts",
     "offload",
     "lora",
     "experts, replayed, recompute",
     "experts, given",
     "bfloat16",
-    "olmo3",
     "heads for further tokens",
 )
 """One of each kind: the others are tried by ``make test-all``."""

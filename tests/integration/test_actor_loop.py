@@ -62,12 +62,15 @@ async def acting(bus: Bus, server: EmbeddedServer, id: str = "a1", **settings: A
     await work
 
 
-async def test_tasks_become_samples_with_everything_in_them(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+@pytest.mark.parametrize("join", [False, True])
+async def test_tasks_become_samples_with_everything_in_them(
+    open_bus: BusOpener, nats_server: EmbeddedServer, join: bool
+) -> None:
     async with open_bus() as bus, engine(bus, version=3):
         epoch = await take_over(bus)
         tasks = await issue(bus, epoch, 3, metadata={"topic": "digits"})
         (evaluation,) = await issue(bus, epoch, kind=Kind.EVAL)
-        async with acting(bus, nats_server):
+        async with acting(bus, nats_server, join_requests=join):
             found = await samples_until(bus, complete([*tasks, evaluation]))
             await settled(bus)
         assert Counter((s.task, s.index) for s in found) == {

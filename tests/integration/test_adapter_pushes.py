@@ -19,6 +19,7 @@ from tests.integration.test_weightstore_peer_snapshots import bus_url, engine, r
 from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, receivers, state
 from tests.receiver_app import digest
 from tests.tiny_models import write_tiny_model
+from tests.waits import LIMIT_S
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.adapters import MergedTensors
@@ -28,7 +29,6 @@ from tidemill.weightstore.push.publisher import Publisher
 from tidemill.weightstore.push.push import PushReport
 from tidemill.weightstore.transport.parts import Division
 
-LIMIT_S = 120.0
 PROMPT = list(range(5, 45))
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take
 from tests.refusals import refusal
-from tests.waits import turn
+from tests.waits import LIMIT_S, turn
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -63,7 +63,7 @@ async def test_a_record_that_is_larger_than_a_message_is_refused_and_not_tried_f
         room = bus.plans.max_record_bytes
         assert room == BusConfig().max_payload_bytes - 1024
         large = Settle(epoch=1, reason="lost", tasks=np.arange(room // 8), seqs=np.zeros(0, np.int64), step=1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             with pytest.raises(WireError, match=f"at most {room} bytes, as max_payload of the nats-server allows"):
                 await bus.plans.append(large)
             with pytest.raises(WireError, match="at most"):

@@ -9,7 +9,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take
 from tests.refusals import refusal
-from tests.waits import turn, until, until_gone
+from tests.waits import LIMIT_S, turn, until, until_gone
 from tidemill.bus.client.rows import Row, Value
 from tidemill.bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes, release
@@ -296,7 +296,7 @@ async def test_a_row_that_another_client_marked_as_deleted_is_written_again(open
             await rows.put(key, {"epoch": 4, "floor": 4})
             await bus.js.publish(f"$KV.TM_{bus.run}_run.{key}", b"", headers={"KV-Operation": "DEL"})
             assert (await rows.get(key), await rows.read(key)) == (None, (None, 0))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             assert (await rows.change("epoch", lambda value: {"epoch": 7})) == (None, {"epoch": 7})
             assert (await rows.change("task_floor", lambda value: {"floor": 9})) == (None, {"floor": 9})
         assert [(await rows.read(key))[0] for key in ("epoch", "task_floor")] == [{"epoch": 7}, {"floor": 9}]
@@ -327,7 +327,7 @@ async def test_a_row_is_kept_while_its_writer_runs(open_bus: BusOpener) -> None:
 
 
 async def take_until(watching: AsyncIterator[Row | None], value: Value) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         async for found in watching:
             if found is not None and found[0] == value:
                 return

@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_sample, take
 from tests.refusals import refusal
-from tests.waits import until, until_gone
+from tests.waits import LIMIT_S, until, until_gone
 from tidemill.bus.client import outbox
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusUnavailable, NotFound, StreamReplaced, StreamTrimmed, WireError
@@ -66,8 +66,21 @@ async def test_one_message_id_is_stored_once(open_bus: BusOpener) -> None:
         assert bus.samples.stats.duplicates == 1
 
 
+async def test_a_group_is_stored_with_one_too_large_for_a_message_and_one_that_is_there(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.samples.publish(make_sample(bus.run, task=4, index=1))
+        group = [make_sample(bus.run, task=4, index=index) for index in range(3)]
+        assert await bus.samples.publish_group(group) == [2, 1, 3]
+        large = make_sample(bus.run, task=5, index=0, prompt="x" * bus.jet.connection.max_payload)
+        seqs = await bus.samples.publish_group([large, make_sample(bus.run, task=5, index=1)])
+        assert [(await bus.samples.fetch(seq)).index for seq in seqs] == [0, 1]
+        assert (bus.samples.stats.published, bus.samples.stats.duplicates) == (6, 1)
+        assert await bus.samples.publish_group([]) == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
 async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(
-    nats_server: EmbeddedServer, open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+    nats_server: EmbeddedServer, open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """The lost connection triggers the retry, not the time-out of an answer."""
     monkeypatch.setattr(outbox, "_ANSWER_S", 600.0)
@@ -75,15 +88,16 @@ async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(
         async with connect(proxy.url, looker.run, name="publisher") as bus:
             await publish(bus, 1)
             proxy.deaf = True
-            publishing = asyncio.create_task(bus.samples.publish(make_sample(bus.run, task=2)))
-            assert place((await read_some(looker, 2))[1]) == (2, 0)
+            group = [make_sample(bus.run, task=2, index=index) for index in range(count)]
+            publishing = asyncio.create_task(bus.samples.publish_group(group))
+            assert place((await read_some(looker, 1 + count))[count]) == (2, count - 1)
             assert not publishing.done()
             await proxy.cut()
             proxy.deaf = False
             async with asyncio.timeout(60):
-                assert await publishing == 2
-            assert bus.samples.stats.duplicates == 1
-        assert (await looker.samples.info()).messages == 2
+                assert await publishing == [*range(2, 2 + count)]
+            assert bus.samples.stats.duplicates == count
+        assert (await looker.samples.info()).messages == 1 + count
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -168,6 +182,17 @@ async def test_a_full_stream_makes_publishers_wait_until_it_is_trimmed(open_bus:
         assert await third == 3
         assert bus.samples.stats.waiting_full == 0
         assert "maximum bytes exceeded" in bus.samples.stats.last_error
+
+
+async def test_a_group_waits_until_a_full_stream_is_trimmed(open_bus: BusOpener) -> None:
+    async with open_bus(samples_max_bytes=40_000) as bus:
+        big: dict[str, Any] = {"prompt": "x" * 15_000}
+        await bus.samples.publish(make_sample(bus.run, task=1, **big))
+        group = [make_sample(bus.run, task=2, index=index, **big) for index in range(2)]
+        waiting = asyncio.create_task(bus.samples.publish_group(group))
+        await until(lambda: bus.samples.stats.waiting_full == 1)
+        await bus.samples.trim(2)
+        assert sorted(await waiting) == [2, 3]
 
 
 async def test_a_waiting_publish_can_be_cancelled(open_bus: BusOpener) -> None:
@@ -379,7 +404,7 @@ async def test_parts_without_a_manifest_do_not_keep_a_tail_from_its_end(open_bus
         await bus.js.publish(
             subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"}
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             assert [received.seq async for received in bus.samples.tail(last=2, follow=False)] == [1]
             assert [received.seq async for received in bus.samples.tail(last=1, follow=False)] == []
 

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.bus.http.access import RunAccess
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
@@ -88,7 +89,7 @@ async def test_only_files_of_complete_checkpoints_are_sent(tmp_path: Path, path:
         reader, writer = await asyncio.open_connection(host, int(port))
         request = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {KEYS.api}\r\n\r\n"
         writer.write(request.encode())
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
         writer.close()
         assert answer.split(b" ", 2)[1] in (b"404", b"400"), answer[:200]
         assert b"secret\r\n" not in answer and CONTENT[:16] not in answer and b"root:" not in answer

@@ -19,6 +19,7 @@ from tests.integration import test_feeder
 from tests.integration.test_checkpoint_copies import NEWEST, write
 from tests.integration.test_feeder import OpenWorld
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.messages import Done
@@ -410,7 +411,7 @@ async def test_a_store_that_hangs_is_reported(
         flaky.fails = staticmethod(lambda verb, path: hangs.wait(60))
         waits = Copies(bus, tmp_path, num_nodes=1, store=ObjectStore(URL, RUN), ask_s=0.0, silence_s=0.01)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(LIMIT_S):
                 await waits.claim(is_new=False)
                 assert await waits.whole(row(tmp_path)) == tmp_path / NEWEST and waits.waits_for == ""
                 with pytest.raises(StoreFailed, match="no answer for 0 s"):
@@ -501,7 +502,7 @@ async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
                 r"no checkpoint of step 11, because [23] wait: step-1-epoch-1 to be uploaded to flaky://", caplog.text
             )
             fail(flaky)
-            await asyncio.wait_for(asyncio.gather(training, feeding), 60)
+            await asyncio.wait_for(asyncio.gather(training, feeding), LIMIT_S)
         row, _ = await world.bus.rows("run").get("checkpoint") or ({}, 0)
         assert row["step"] == steps and set(row["manifests"]) >= {f"step-{steps}-epoch-1"}
         # One may have been written after they were listed; the metadata of one that is in the store may have come back
@@ -533,7 +534,7 @@ async def test_a_checkpoint_that_cannot_be_uploaded_holds_up_no_newer_one(
             file = damaged / (name if name == STATE else sorted(disk.held(damaged).keys() - {STATE})[0])
             file.write_bytes(b"?" + file.read_bytes()[1:])
             async with beside(uploading.run()):
-                await asyncio.wait_for(asyncio.gather(training, feeding), 30)
+                await asyncio.wait_for(asyncio.gather(training, feeding), LIMIT_S)
         row, _ = await world.bus.rows("run").get("checkpoint") or ({}, 0)
         assert row["step"] == steps
         assert f"checkpoint was overtaken before it had its copies path={damaged}" in caplog.text

@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -25,6 +22,7 @@ from tests.families import write_family
 from tests.integration import debug_ranks
 from tests.integration.debug_ranks import DENSE, DUMPED, DUMPED_OF_FOUR, EXPERTS, LATENT, PROMPTS
 from tests.integration.expert_ranks import VOCAB
+from tests.launched import run_tidemill
 from tests.learner_steps import run_ranks
 from tests.refusals import refusal
 from tests.tiny_models import SERVED, write_tiny_model
@@ -350,11 +348,10 @@ def test_both_implementations_score_a_directory_from_the_command_line(
     prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
     outs = {by: tmp_path / f"{by}.safetensors" for by in ("learner", "engine")}
     words = ["debug", "score", "--model", str(model), "--prompts", str(prompts), "--names", "*"]
-    command = [sys.executable, "-m", "tidemill", *words, "--by", "learner", "--out", str(outs["learner"])]
-    done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_tidemill(*words, "--by", "learner", "--out", str(outs["learner"]))
+    assert done.returncode == 0, done.errors
     assert main([*words, "--by", "engine", "--out", str(outs["engine"])]) == 0
-    assert capsys.readouterr().out == done.stdout
+    assert capsys.readouterr().out == done.out
     assert main(["debug", "compare", *map(str, outs.values())]) == 0
 
 

@@ -16,6 +16,7 @@ from tests.bus_fixtures import BusOpener
 from tests.garbage import freeze_again
 from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
+from tests.waits import LIMIT_S
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
@@ -62,7 +63,7 @@ async def greedy(url: str) -> list[int]:
     client = HttpEngine(url)
     try:
         answer = await client.generate(
-            np.array([5, 6, 7], np.int32), Sampling(temperature=0, max_new_tokens=6), request_id="x", timeout_s=20
+            np.array([5, 6, 7], np.int32), Sampling(temperature=0, max_new_tokens=6), request_id="x", timeout_s=LIMIT_S
         )
     finally:
         await client.close()

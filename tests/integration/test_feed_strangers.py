@@ -13,7 +13,7 @@ import zmq
 
 from tests.feeder_kit import KEYS
 from tests.refusals import refusal
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.learner.errors import FeederFailed, FeedError, RankFailed
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
@@ -155,11 +155,11 @@ async def test_a_rank_that_breaks_the_rules_ends_the_feeder(message: bytes) -> N
     async with serving(world_size=2) as (server, running):
         with dealer(server.url, KEYS) as rank:
             rank.send(MESSAGES[0])
-            assert await asyncio.to_thread(rank.poll, 20_000), "no start"
+            assert await asyncio.to_thread(rank.poll, 1000 * LIMIT_S), "no start"
             rank.recv()
             rank.send(message)
             with pytest.raises(ExceptionGroup) as caught:
-                await asyncio.wait_for(running, 20)
+                await asyncio.wait_for(running, LIMIT_S)
         assert caught.group_contains(FeedError)
 
 
@@ -168,7 +168,7 @@ async def test_a_rank_that_fails_before_its_handshake_ends_the_feeder_with_its_r
         with FeedClient(server.url, keys=KEYS, rank=1, dp_rank=0, dp_size=1) as client:
             client.failed("no such model")
             with pytest.raises(ExceptionGroup) as caught:
-                await asyncio.wait_for(running, 20)
+                await asyncio.wait_for(running, LIMIT_S)
         assert caught.group_contains(RankFailed, match="rank 1: no such model")
 
 
@@ -182,7 +182,7 @@ async def test_the_error_of_a_rank_ends_the_feeder_with_its_reason() -> None:
         with pytest.raises(KeyError):
             await asyncio.to_thread(fail, server.url)  # it waits for the handshake, which the feeder makes in this loop
         with pytest.raises(ExceptionGroup) as caught:
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, LIMIT_S)
         assert caught.group_contains(RankFailed, match=r"rank 1: KeyError: 'output_layer\.weight'")
 
 
@@ -193,7 +193,7 @@ async def test_a_second_rank_of_the_same_number_is_refused_and_the_first_goes_on
             with refusal(FeederFailed, place="hello of rank 0", got="'a second hello'"):
                 await asyncio.to_thread(ask, server.url)
             first.published(3, 2)
-            outcome = await asyncio.wait_for(server.outcomes.get(), 20)
+            outcome = await asyncio.wait_for(server.outcomes.get(), LIMIT_S)
             assert outcome.values == {"version": 3, "step": 2}
             assert not running.done()
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tests.bus_kit import make_partial, make_turns
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World, task_settings
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -32,6 +34,7 @@ from tidemill.launch.run.checkpoint_cursor import read_cursor
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.ledger import cursor_of, read_state
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import (
     CheckpointCorrupt,
@@ -117,6 +120,21 @@ async def check_history(world: World, *, steps: int = 0) -> list[Plan]:
     assert len(seqs) == len(set(seqs))
     assert all(len(found) == 1 for found in world.digests.values()), world.digests
     return plans
+
+
+async def test_tasks_are_issued_no_faster_than_the_quota_of_the_run(open_world: OpenWorld) -> None:
+    """All that a run sends follows from its tasks. A slow machine only makes it slower."""
+    rate = 10.0
+    async with open_world(tasks_per_s=rate) as world:
+        began_s = time.time()
+        async with world.actors():
+            await finish(world)
+        stored_s = [(await world.bus.jet.message(stream(world.run, "TASKS"), task)).stored_s for task in world.taken]
+        assert len(stored_s) >= 10
+        # One may be delayed by an evaluation, and passes at once behind it.
+        assert max(stored_s) - began_s >= (len(stored_s) - 2) / rate
+        accounting, _ = await audit(world.bus, read_cursor(world.root))
+        assert accounting.balance() and not accounting.lost and not accounting.trained_twice
 
 
 @pytest.mark.parametrize(("max_lag", "data_parallel"), [(0, 1), (1, 2), (3, 1)])
@@ -224,8 +242,11 @@ async def test_killed_feeder_serves_the_same_again(open_world: OpenWorld, what: 
 
 
 async def test_a_killed_feeder_of_several_shards_serves_the_same_again(open_world: OpenWorld) -> None:
-    """A reader process reads each shard; cursor, versions and trimming have a position for each."""
+    """A reader process reads each shard; cursor, versions and trimming have a position for each. Trimming of a shard
+    waits for its registered reader.
+    """
     async with open_world(sample_shards=2, history_samples=0, steps=6) as world:
+        await (await Reader.open(world.bus, "archive", shard=1)).advance(3)
         async with world.actors():
             async with world.feeder() as (url, _):
                 await world.train(url, stop=lambda did, at: (did, at) == ("batch", 4))
@@ -236,7 +257,7 @@ async def test_a_killed_feeder_of_several_shards_serves_the_same_again(open_worl
         assert {int(seq) % 2 for plan in plans for seq in plan.seqs} == {0, 1}
         cursor = cursor_of(read_state(disk.read_state(disk.listed(world.root)[-1].path)))
         firsts = [state.first_seq * 2 + shard for shard, state in enumerate(await world.bus.samples.states())]
-        assert firsts == [floor + 2 for floor in cursor.floors]
+        assert firsts == [cursor.floors[0] + 2, 5]
         accounting, _ = await audit(world.bus, read_cursor(world.root))
         assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, [])
         assert accounting.balance()
@@ -299,7 +320,7 @@ async def record_step(world: World, *, reward: float) -> None:
         source.issued(task, 0.0)
         for index in range(2):
             sample = data_kit.sample(task, index, reward=reward if number == index == 0 else 1.0)
-            source.add(await world.bus.samples.publish(sample), sample, 0.0)
+            source.add(index_of(await world.bus.samples.publish(sample), sample), 0.0)
     plan = source.plan(0.0)
     assert isinstance(plan, Plan)
     await world.bus.plans.append(plan)
@@ -452,7 +473,7 @@ async def test_a_dead_letter_with_a_place_that_has_no_prompt_is_not_requeued(ope
                 )
                 await lease.ack()
             assert await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="requeue"))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(LIMIT_S):
                 refused = await row_until(
                     world.bus.rows("live"), "feeder.feeder", lambda row: "DEAD" in row["unreadable"]
                 )
@@ -870,7 +891,7 @@ async def test_versions_lost_while_the_run_goes_on_are_written_again(open_world:
         async def wipe() -> None:
             before = await VersionRegistry(world.bus).head()
             await wipe_weights(world)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT_S):
                 async for row in world.bus.rows("weights").watch(HEAD):
                     if row is not None:
                         heads.append((before, row[0]))
@@ -878,7 +899,7 @@ async def test_versions_lost_while_the_run_goes_on_are_written_again(open_world:
 
         def stop(did: str, at: int) -> bool:
             if (did, at) == ("publish", 3):
-                asyncio.run_coroutine_threadsafe(wipe(), loop).result(30)
+                asyncio.run_coroutine_threadsafe(wipe(), loop).result(LIMIT_S)
             return False
 
         async with world.feeder() as (url, feeding):

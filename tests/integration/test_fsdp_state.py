@@ -166,19 +166,19 @@ def test_settings_that_a_model_cannot_have_are_refused(
 
 
 def test_a_checkpoint_of_the_other_backend_is_refused(world: World, here: Parallel, tmp_path: Path) -> None:
-    kind = KINDS["adam"]
+    kind = KINDS["offload"]
     ours, theirs = (opened(world.models["qwen3"], here, kind, backend) for backend in (None, MegatronBackend()))
     with refusal(ConfigRefused, place="learner.backend", got="megatron"):
-        theirs.load(world.checkpoints / "adam")
+        theirs.load(world.checkpoints / "offload")
     theirs.save(tmp_path, SAVED)
     with refusal(ConfigRefused, place="learner.backend", got="fsdp"):
         ours.load(tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(world: World, here: Parallel) -> None:
-    learner = opened(write_model(world.root / "wide", "qwen3", intermediate_size=96), here, KINDS["adam"])
+    learner = opened(write_model(world.root / "wide", "qwen3", intermediate_size=96), here, KINDS["offload"])
     with refusal(ConfigRefused, place="model.path"):
-        learner.load(world.checkpoints / "adam")
+        learner.load(world.checkpoints / "offload")
 
 
 def _values(metrics: dict[str, float]) -> dict[str, float]:

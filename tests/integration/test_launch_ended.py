@@ -18,6 +18,7 @@ import yaml
 from tests import data_kit
 from tests.integration.test_launch_status import make_run, tidemill
 from tests.launched import ROOT
+from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import KeptPort, parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError
@@ -33,8 +34,6 @@ from tidemill.launch.run.directory import directory_of_one
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import RunConfig
 
-BOUND_S = 60.0
-
 
 async def make_ended(root: Path, *, written: bool = True, **settings: object) -> RunConfig:
     """Make a run in ``root`` of seven samples, the last one long, with all processes ended."""
@@ -48,7 +47,7 @@ async def make_ended(root: Path, *, written: bool = True, **settings: object) ->
         if config.bus.auth:
             user, password = read_credentials(credentials_file(root / AUTH_DIR, "learner"))
             line = parse(line.line().replace("://", f"://{user}:{password}@"))
-        async with connect(line.line(), config.run, config.bus, name="maker", wait_s=20) as bus:
+        async with connect(line.line(), config.run, config.bus, name="maker", wait_s=LIMIT_S) as bus:
             await bus.jet.retry_for_ever(bus.create_layout)
             await make_run(bus)
             long = replace(data_kit.sample(data_kit.task(9), 0), run=bus.run, response="x" * 1_000_000)
@@ -173,7 +172,7 @@ async def test_the_server_of_a_reading_command_ends_with_it_however_it_ends(
     look = await looker(tmp_path)
     look.send_signal(how)
     await look.communicate()
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(LIMIT_S):
         await asyncio.to_thread(wait_until_free, tmp_path)
 
 
@@ -182,7 +181,7 @@ async def test_a_resumed_run_takes_its_bus_back_from_a_reading_command(
     tmp_path: Path, interrupt: signal.Handlers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes a look from a script in the background, where shells ignore SIGINT."""
-    monkeypatch.setattr(nats_server, "_STOP_S", BOUND_S)
+    monkeypatch.setattr(nats_server, "_STOP_S", LIMIT_S)
     config = await make_ended(tmp_path)
     look = await looker(tmp_path, interrupt)
     servers = EmbeddedBus(tmp_path / "bus", config.run, config.bus, tmp_path / AUTH_DIR)
@@ -203,7 +202,7 @@ async def test_a_directory_in_which_up_starts_is_not_read(
     tmp_path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server of the earlier run must not write into the new files."""
-    monkeypatch.setattr(nats_server, "_STOP_S", BOUND_S)
+    monkeypatch.setattr(nats_server, "_STOP_S", LIMIT_S)
     await make_ended(tmp_path)
     look = await looker(tmp_path)
     with directory_of_one(tmp_path, resume=not fresh, fresh=fresh):

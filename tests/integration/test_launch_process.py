@@ -13,7 +13,8 @@ import pytest
 
 from tests.bus_fixtures import BusOpener
 from tests.examples import rarely
-from tests.waits import until
+from tests.forked import fork_child
+from tests.waits import LIMIT_S, until
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.system.processes import Child
 from tidemill.launch.run.process import launched
@@ -76,17 +77,17 @@ def test_exit_codes(body: str, signals: list[signal.Signals], drain_s: float, co
     child = start(body, drain_s=drain_s, uvloop=uvloop)
     for number in signals:
         child.send_signal(number)
-    _, errors = child.communicate(timeout=30)
+    _, errors = child.communicate(timeout=LIMIT_S)
     assert child.returncode == code, errors
 
 
 def test_a_crash_leaves_its_traceback_and_a_wrong_setting_nothing_but_its_message() -> None:
     crashed = start("raise KeyError('output_layer.weight')")
-    _, errors = crashed.communicate(timeout=30)
+    _, errors = crashed.communicate(timeout=LIMIT_S)
     assert "Traceback" in errors
     assert errors.splitlines()[-1] == "error: KeyError: 'output_layer.weight'"
     refused = start("e = ValueError('learner.steps: want > 0'); e.exit_code = 78; raise e")
-    _, errors = refused.communicate(timeout=30)
+    _, errors = refused.communicate(timeout=LIMIT_S)
     assert errors == "error: learner.steps: want > 0\n"
 
 
@@ -100,7 +101,7 @@ def test_a_signal_that_follows_at_once_is_the_same() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "drains\n"
     child.send_signal(signal.SIGTERM)
-    _, errors = child.communicate("go on\n", timeout=30)
+    _, errors = child.communicate("go on\n", timeout=LIMIT_S)
     assert child.returncode == 0, errors
 
 
@@ -112,7 +113,7 @@ def test_a_second_signal_does_not_wait() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "drains\n"
     child.send_signal(signal.SIGTERM)
-    child.communicate(timeout=30)
+    child.communicate(timeout=LIMIT_S)
     assert child.returncode == 75
 
 
@@ -128,7 +129,7 @@ def test_what_a_second_signal_cancels_has_time_for_its_cleanup() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "drains\n"
     child.send_signal(signal.SIGTERM)
-    out, errors = child.communicate(timeout=30)
+    out, errors = child.communicate(timeout=LIMIT_S)
     assert (child.returncode, out) == (75, "cleaned\n"), errors
 
 
@@ -140,7 +141,7 @@ def test_a_terminal_that_closes_twice_still_drains() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "drains\n"
     child.send_signal(signal.SIGHUP)
-    _, errors = child.communicate("go on\n", timeout=30)
+    _, errors = child.communicate("go on\n", timeout=LIMIT_S)
     assert child.returncode == 0, errors
 
 
@@ -159,7 +160,7 @@ def test_a_signal_that_the_parent_ignores_stays_ignored(number: signal.Signals) 
     )
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     child.send_signal(number)
-    _, errors = child.communicate("go on\n", timeout=30)
+    _, errors = child.communicate("go on\n", timeout=LIMIT_S)
     assert child.returncode == 0, errors
 
 
@@ -178,7 +179,7 @@ def test_signals_after_the_drain_do_not_change_the_exit_code(number: signal.Sign
     child.send_signal(signal.SIGINT)
     assert child.stdout.readline() == "ended\n"
     child.send_signal(number)
-    _, errors = child.communicate("go on\n", timeout=30)
+    _, errors = child.communicate("go on\n", timeout=LIMIT_S)
     assert child.returncode == code, errors
 
 
@@ -207,6 +208,13 @@ async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     os.close(handle)
 
 
+@pytest.fixture
+def forked_children(fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the children of this process: a start is what other tests are about."""
+    monkeypatch.setattr(Child, "spawn", fork_child)
+
+
+@pytest.mark.usefixtures("forked_children")
 async def test_a_process_that_keeps_failing_is_given_up_with_the_reason(tmp_path: Path) -> None:
     events: list[str] = []
     (tmp_path / "file").touch()
@@ -224,6 +232,7 @@ async def test_a_process_that_keeps_failing_is_given_up_with_the_reason(tmp_path
     assert supervisor.restarted == {"bus": 1}
 
 
+@pytest.mark.usefixtures("forked_children")
 async def test_a_process_whose_settings_are_wrong_is_not_started_again(
     tmp_path: Path, nats_server: EmbeddedServer
 ) -> None:
@@ -247,6 +256,7 @@ async def test_a_process_whose_settings_are_wrong_is_not_started_again(
     assert supervisor.restarted == {}
 
 
+@pytest.mark.usefixtures("forked_children")
 async def test_a_program_that_the_bus_names_is_not_run(
     tmp_path: Path, open_bus: BusOpener, nats_server: EmbeddedServer
 ) -> None:
@@ -298,6 +308,7 @@ async def test_a_good_end_is_no_failure_and_kill_is(tmp_path: Path) -> None:
     assert supervisor.running == {}
 
 
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize(
     ("number", "how"), [(signal.SIGTERM, "ended with code 0"), (signal.SIGKILL, "killed by signal 9 (SIGKILL)")]
 )
@@ -322,6 +333,7 @@ async def test_a_child_that_ends_while_it_is_needed_is_started_again(
     assert len(events) == 1, "ended on purpose"
 
 
+@pytest.mark.usefixtures("forked_children")
 async def test_a_child_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
     """No room for its log, say: here a file is where the directory should be."""
     events: list[str] = []
@@ -340,6 +352,7 @@ async def test_a_child_that_cannot_be_started_is_tried_again(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.usefixtures("forked_children")
 async def test_one_that_does_not_drain_is_killed_and_named(tmp_path: Path) -> None:
     events: list[str] = []
     supervisor = Supervisor(tmp_path, restarts=0, window_s=60, on_event=events.append)

@@ -16,6 +16,7 @@ import torch
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.metric_names import undocumented
 from tests.receiver_app import digest, receivers, tiny_tensors, write_tiny_companions
+from tests.waits import LIMIT_S
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.learner.backends.megatron.model import MegatronPolicy
@@ -29,7 +30,6 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 
 __all__ = ["bus_url"]
-LIMIT_S = 120.0
 START = FeedStart(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
 
 

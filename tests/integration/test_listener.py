@@ -11,13 +11,12 @@ import pytest
 from aiohttp import web
 
 from tests.unit.test_ground import PACKAGES, ROOT
+from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.access import Route, RunAccess
 from tidemill.bus.http.bodies import BodyLimits, body_in
 from tidemill.bus.http.listener import Listener, url_of
 from tidemill.bus.liveness.keys import Keys, RunKeys
-
-LIMIT_S = 20.0
 
 
 async def echo(request: web.Request) -> web.Response:

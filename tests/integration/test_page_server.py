@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.bus_fixtures import BusOpener
-from tests.page_kit import HOSTILE, LIMIT_S, SHOWN, Run, page_of, routes_of
-from tests.waits import until
+from tests.page_kit import HOSTILE, SHOWN, Run, page_of, routes_of
+from tests.waits import LIMIT_S, until
 from tidemill.bus.errors import StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire import subjects
@@ -210,6 +210,7 @@ async def test_flow_has_the_numbers_of_the_audit(open_bus: BusOpener) -> None:
         accounting, _ = await audit(bus)
         async with page_of(bus, ended=True) as page:
             flow = await page.until("flow", lambda answer: answer["audit"]["state"] == "checked")
+            await page.reader.headers_read.wait()
             counts = {row["fate"]: row["samples"] for row in flow["ledger"]}
             assert (flow["audit"]["lost"], flow["audit"]["twice"], flow["balance"]["ok"]) == (0, 0, True)
             assert counts["trained"] == accounting.trained == 2
@@ -249,6 +250,7 @@ async def test_overview_batch_groups_and_prompts(open_bus: BusOpener) -> None:
         await bus.plans.append(Evaluated(epoch=1, version=1, step=1, dataset="held_out", metrics=scores))
         async with page_of(bus) as page:
             overview = await page.until("overview", lambda answer: answer["steps"] == 10 and answer["evaluations"])
+            await page.reader.headers_read.wait()
             assert [alarm["id"] for alarm in overview["alarms"] if alarm["metric"]] == ["k3"]
             alarm = overview["alarms"][0]
             assert (alarm["since_step"], alarm["level"], bool(alarm["cure"])) == (1, "error", True)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import waited_for_a_core_s
-from tests.waits import turn, until
+from tests.waits import LIMIT_S, turn, until
 from tidemill.bus.system.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
@@ -27,7 +27,7 @@ from tidemill.rewards.registry import REWARD
 from tidemill.rewards.scorers import opened
 
 HERE = "tests.child_rewards"
-LIMITS = ProcessLimits(timeout_s=30.0, workers=3)
+LIMITS = ProcessLimits(timeout_s=LIMIT_S, workers=3)
 BRIEF = ProcessLimits(timeout_s=0.5, workers=3)
 """For calls that never end; others are tried again (``surely``), as a busy machine may take longer."""
 
@@ -54,7 +54,7 @@ async def surely(score: Scorer, response: str) -> object:
 
 
 async def gone(*pids: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
@@ -225,7 +225,7 @@ async def test_processes_that_a_reward_has_started_end_with_it_in_whatever_sessi
     file = tmp_path / "pids"
     async with scoring("leaves_processes", ProcessLimits(timeout_s=30.0), file=str(file)) as score:
         call = asyncio.ensure_future(score(request("")))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await until(lambda: file.exists() and file.read_text().endswith("\n"))
         pids = [int(pid) for pid in file.read_text().split()]
         assert all(os.path.exists(f"/proc/{pid}") for pid in pids)  # noqa: ASYNC240

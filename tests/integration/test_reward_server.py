@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 
+from tests.launched import run_tidemill
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -75,8 +77,7 @@ async def test_it_serves_a_reward_of_groups() -> None:
         (("exact", "--group"), 78, "group reward 'exact': want one of"),
     ],
 )
-async def test_what_it_refuses(words: tuple[str, ...], code: int, said: str) -> None:
-    server = await started(*words)
-    _, errors = await server.communicate()
-    assert said in errors.decode()
-    assert server.returncode == code
+def test_what_it_refuses(words: tuple[str, ...], code: int, said: str) -> None:
+    ended = run_tidemill("reward-server", *words)
+    assert said in ended.errors
+    assert ended.returncode == code

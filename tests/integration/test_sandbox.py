@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import THOROUGH
 from tidemill.bus.system.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.builtin.code import code
@@ -99,10 +100,14 @@ ENDS = [
 """Ends of a program that has written its own result; signal 40 has no name."""
 
 
-@pytest.mark.parametrize("result", FORGED.values(), ids=FORGED)
-def test_a_forged_result_is_worth_nothing_and_never_fails_its_sample(result: bytes) -> None:
+@pytest.mark.parametrize("place", range(len(FORGED)), ids=list(FORGED))
+def test_a_forged_result_is_worth_nothing_and_never_fails_its_sample(place: int) -> None:
+    """Two ends of a program for each result in ``make test``, together all of them."""
+    result = [*FORGED.values()][place]
     labels = ["assert False", {"inputs": ["1"], "outputs": ["2"]}, {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}]
     for number, end in enumerate(ENDS):
+        if not THOROUGH and (number - place) % 3:
+            continue
         write = f"import os\nfor fd in range(3, 64):\n  try: os.write(fd, {result!r})\n  except OSError: pass\n"
         response = f"```python\n{write}{end}\n```"
         request = RewardRequest(

@@ -23,7 +23,7 @@ from tests.integration.test_weightstore_broadcast import LARGE, SMALL, hang_befo
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.refusals import refusal
-from tests.waits import turn
+from tests.waits import LIMIT_S, turn
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.errors import PeerLost, ReceiverFailed
@@ -41,7 +41,6 @@ __all__ = ["bus_url"]
 
 FAR_S = 300.0
 """Seconds that no wait of a test takes on any machine, if it ends as it should."""
-LIMIT_S = 120.0
 
 
 @contextmanager

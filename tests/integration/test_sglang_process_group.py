@@ -12,14 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.waits import poll
+from tests.waits import LIMIT_S, poll
 from tests.whole.running import ROOT
 
 PARTS = "echo up; (exec -a {scheduler}) & (exec -a helper sleep 600) & (exec -a sglang::detokenizer sleep 600) & wait"
 PROGRAM = PARTS.format(scheduler="sglang::scheduler_TP0 sleep 600")
 FORKING = PARTS.format(scheduler="""sglang::scheduler_TP0 bash -c '(sleep 2; :) & wait; echo copied; sleep 600; :'""")
 """Program with a scheduler that has a copy of itself for two seconds, as between a fork and an exec."""
-WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def parts(keeper: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
     """Wait until all parts have a command line of their own, and the keeper watches two of them. Returns them by its
     first argument.
     """
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + LIMIT_S
     while True:
         below = {(one.cmdline() or [""])[0]: one for one in psutil.Process(keeper.pid).children(recursive=True)}
         if (
@@ -68,7 +67,7 @@ def watched(pid: int) -> int:
 
 def told(keeper: "subprocess.Popen[str]") -> str:
     """Return its error output, once it has ended; its input stays open till then, or it would end all at once."""
-    keeper.wait(timeout=WAIT_S)
+    keeper.wait(timeout=LIMIT_S)
     assert keeper.stderr is not None
     return keeper.stderr.read()
 
@@ -79,7 +78,7 @@ def test_a_part_that_dies_ends_all(keeper: "subprocess.Popen[str]", name: str) -
     whole[name].kill()
     assert f"{name} ({whole[name].pid}) has ended" in told(keeper)
     assert keeper.returncode == 128 + signal.SIGKILL
-    _, alive = psutil.wait_procs(list(whole.values()), timeout=WAIT_S)
+    _, alive = psutil.wait_procs(list(whole.values()), timeout=LIMIT_S)
     assert alive == []
 
 
@@ -98,7 +97,7 @@ def test_other_children_may_end_and_a_requested_end_is_no_failure(keeper: "subpr
     assert "has ended" not in said
     assert "the server ended with code -15" in said
     assert keeper.returncode == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs(list(whole.values()), timeout=WAIT_S)
+    _, alive = psutil.wait_procs(list(whole.values()), timeout=LIMIT_S)
     assert alive == []
 
 

@@ -28,7 +28,7 @@ from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishi
 from tests.receiver_app import Behaviour, ByHandles, Engine, digest, receivers, staged, tiny_tensors
 from tests.refusals import refusal
 from tests.tiny_models import tiny_model, write_tiny_model
-from tests.waits import poll, until
+from tests.waits import LIMIT_S, poll, until
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
@@ -43,8 +43,6 @@ from tidemill.weightstore.transport.staging import Staging
 
 __all__ = ["bus_url"]
 
-DEADLINE_S = 30.0
-LIMIT_S = 60.0
 MEMFD = "memfd:tidemill-staging"
 
 
@@ -173,7 +171,7 @@ def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp
 async def pushing(
     served: Served, memory: HostMemory, *, epoch: int = 1, refused: Callable[[str], None] = lambda reason: None
 ) -> AsyncIterator[HandleReceiver]:
-    context, deadlines = zmq.asyncio.Context(), Deadlines(DEADLINE_S)
+    context, deadlines = zmq.asyncio.Context(), Deadlines(LIMIT_S)
     receiver = HandleReceiver(
         context, served.engine.handles, epoch=epoch, deadlines=deadlines, memory=memory, refused=refused
     )
@@ -320,7 +318,7 @@ async def test_a_push_ends_with_the_join_of_another_learner() -> None:
     (bucket,) = staged({"model.norm.weight": torch.zeros(3)}, memory).buckets
     listener, context = HandleListener(cast(Updates, updates)), zmq.asyncio.Context()
     url = await listener.start()
-    old, new = (HandleReceiver(context, url, epoch=1, deadlines=Deadlines(DEADLINE_S), memory=memory) for _ in range(2))
+    old, new = (HandleReceiver(context, url, epoch=1, deadlines=Deadlines(LIMIT_S), memory=memory) for _ in range(2))
     try:
         await old.join(None)
         receiving = asyncio.create_task(old.receive(1, [bucket, bucket], serve=True))
@@ -515,7 +513,7 @@ async def test_a_handle_of_a_gpu_that_the_engine_does_not_see_is_refused_before_
     )
     url = await listener.start()
     receiver = HandleReceiver(
-        context, url, epoch=1, deadlines=Deadlines(DEADLINE_S), memory=memory, refused=refused.append
+        context, url, epoch=1, deadlines=Deadlines(LIMIT_S), memory=memory, refused=refused.append
     )
     try:
         await receiver.join(None)

@@ -17,7 +17,7 @@ from tests.engine_push import joined
 from tests.engine_serving import serving
 from tests.integration.test_weightstore_publisher import catch_up, look, publishing
 from tests.tiny_models import tiny_model, write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
@@ -34,8 +34,6 @@ from tidemill.weightstore.format.checksums import ChecksumReport, differences, s
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.store.registry import VersionRegistry
-
-LIMIT_S = 60.0
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, cast
 
 from tests.bus_fixtures import BusOpener
+from tests.waits import LIMIT_S
 from tidemill.bus.client.rows import Rows
 from tidemill.bus.streams.bus import Bus
 from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
@@ -38,7 +39,7 @@ async def test_a_replaced_learner_gives_no_turn_away_that_it_has_read_before(ope
         old = AcceleratorLease(cast(Bus, cut_off))
         await AcceleratorLease(bus).acquire(1)
         giving = asyncio.create_task(old.release(1))
-        await asyncio.wait_for(cut_off.held.writing.wait(), 30)
+        await asyncio.wait_for(cut_off.held.writing.wait(), LIMIT_S)
         await new.acquire(2)
         cut_off.held.go.set()
         await giving

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +25,17 @@ with socket.create_server((sys.argv[1], 7000), family=family) as server:
         server.accept()[0].sendall(socket.gethostname().encode())
 """
 CLIENT = """
-import socket, sys
-with socket.create_connection((sys.argv[1], 7000), timeout=0.5) as connection:
-    print(connection.recv(100).decode())
+import socket, sys, time
+deadline = time.monotonic() + float(sys.argv[2])
+while True:
+    try:
+        with socket.create_connection((sys.argv[1], 7000), timeout=0.5) as connection:
+            print(connection.recv(100).decode())
+            break
+    except OSError:
+        if time.monotonic() > deadline:
+            raise
+        time.sleep(0.05)
 """
 
 
@@ -48,10 +55,10 @@ def serving(machine: Machine) -> Started:
     return server
 
 
-def answer(here: Machine, there: str) -> str:
+def answer(here: Machine, there: str, *, within_s: float = 0.0) -> str:
     """Return the answer of the server at a host; empty when it cannot be reached."""
     try:
-        return here.run(sys.executable, "-c", CLIENT, there).strip()
+        return here.run(sys.executable, "-I", "-S", "-c", CLIENT, there, str(within_s)).strip()
     except NoLab:
         return ""
 
@@ -60,10 +67,7 @@ def reached(here: Machine, there: str) -> str:
     """Return the answer of the server at a host, once it comes: after a trouble the kernel asks for the address again
     only every second.
     """
-    deadline = time.monotonic() + 60
-    while not (found := answer(here, there)):
-        assert time.monotonic() < deadline, f"{there} does not answer"
-    return found
+    return answer(here, there, within_s=60.0)
 
 
 def test_links_are_cut_healed_and_dropped_in_one_direction(lab: Lab) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import aiohttp
 import yaml
 
-from tests.engine_serving import LIMIT_S, Served
+from tests.engine_serving import Served
+from tests.waits import LIMIT_S
 from tests.whole.running import ROOT
 from tidemill.actors.config import EngineConfig, SglangConfig
 from tidemill.actors.engines.engine_client import HttpEngine

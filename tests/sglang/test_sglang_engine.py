@@ -16,12 +16,12 @@ import torch
 
 from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
-from tests.engine_serving import LIMIT_S, Served, log_probs_across, log_probs_of, scores, told_log_probs
+from tests.engine_serving import Served, log_probs_across, log_probs_of, scores, told_log_probs
 from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import CONTEXT, release_at, serving
 from tests.skips import inapplicable
-from tests.waits import turn, until
+from tests.waits import LIMIT_S, turn, until
 from tidemill.actors.serving.sglang.api import Api, Pauses
 from tidemill.actors.serving.sglang.arguments import CPU_CHECKSUMS
 from tidemill.bus.client.addresses import HERE
@@ -73,7 +73,10 @@ async def test_one_request_lives_through_pushes_and_says_which_weights_made_what
     weights.
     """
     kept = pause == "in_place"
-    async with serving(python, server, directories[0], pause=pause) as served, joined(served, timeout_s=60) as push:
+    async with (
+        serving(python, server, directories[0], pause=pause) as served,
+        joined(served, timeout_s=LIMIT_S) as push,
+    ):
         async with watching(served, PROMPT, max_new_tokens=1600, ignore_eos=True) as one:
             for version in (1, 2, 3):
                 await one.beyond(one.tokens + 10)
@@ -105,7 +108,7 @@ async def test_a_push_that_has_begun_but_not_paused_yet_comes_before_a_load(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
     """An engine that joins would load a snapshot over it, refuse its buckets, and be evicted."""
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         late = served.engine.updates.pauses = _LatePauses(served.engine.api)
         begins = asyncio.create_task(push.begin(2))
         async with asyncio.timeout(LIMIT_S):
@@ -124,7 +127,7 @@ async def test_what_is_cached_of_older_weights_is_not_used_again(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
     prompt = list(range(5, 69))
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         await served.generate(prompt, max_new_tokens=4, temperature=0.0, ignore_eos=True)
         again = await served.generate(prompt, max_new_tokens=4, temperature=0.0, ignore_eos=True)
         assert again["meta_info"]["cached_tokens"] > 0, "of the same weights it is"
@@ -142,7 +145,7 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}, "return_logprob": True}
     async with (
         serving(python, server, directories[0], pause="retract") as served,
-        joined(served, timeout_s=60) as push,
+        joined(served, timeout_s=LIMIT_S) as push,
         watching(served, PROMPT, **body["sampling_params"]) as one,
     ):
         await one.beyond(10)
@@ -187,7 +190,7 @@ async def test_a_request_that_a_push_overtakes_before_it_is_begun_is_of_the_new_
     mixes versions.
     """
     prompt = list(range(5, 69))
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         await served.generate(prompt, max_new_tokens=4, temperature=0.0, ignore_eos=True)
         await served.client.pause()
         inside = asyncio.create_task(_generated(served, prompt, length, "inside", stream))
@@ -209,7 +212,7 @@ async def test_a_request_that_a_push_overtakes_before_it_is_begun_is_of_the_new_
 async def test_a_push_that_breaks_off_leaves_nothing_to_be_served_and_a_snapshot_heals_it(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         tensors = list(models[1].named_parameters())
         assert (await push.begin(1))[0] == 200
         assert (await push.bucket(tensors[:5]))[0] == 200

@@ -14,7 +14,7 @@ from tests.engine_serving import Served, log_probs_of, scores, told_log_probs
 from tests.receiver_app import staged
 from tests.sglang.server import serving
 from tests.sglang.test_sglang_engine import PROMPT, TOLERANCE
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.transport.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.handles import HostMemory
@@ -68,5 +68,5 @@ async def test_pushes_by_handles(python: str, server: str, directories: list[Pat
     finally:
         context.destroy(linger=0)
         memory.close()
-    async with asyncio.timeout(30):  # torch's manager removes its files when their owner has released them
+    async with asyncio.timeout(LIMIT_S):  # torch's manager removes its files when their owner has released them
         await until(lambda: not (_shared_files() - before), every_s=0.1)

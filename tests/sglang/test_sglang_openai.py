@@ -12,7 +12,7 @@ from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
 from tests.engine_serving import Served, log_probs_of, scores_across
 from tests.sglang.server import serving
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 
 TOLERANCE = 1e-3
 CHAT = [{"role": "user", "content": "What is three plus four, and the digits from zero to nine?"}]
@@ -60,7 +60,7 @@ class Chat:
         self.finish = choice["finish_reason"] or self.finish
 
     async def beyond(self, tokens: int) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LIMIT_S):
             while len(self.tokens) <= tokens:
                 assert not self.task.done(), (
                     f"{len(self.tokens)} tokens, wanted > {tokens}: {self.finish} {self.errors} {self.text!r}"
@@ -79,7 +79,7 @@ async def wanted_of(models: Sequence[Any], prompt: list[int], chat: Chat) -> np.
 async def test_a_chat_goes_on_through_three_pushes(
     python: str, server: str, brake: Brake, directories: list[Path], models: list[Any]
 ) -> None:
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         text = served.engine.text
         assert text is not None
         chat = Chat(served)
@@ -87,7 +87,7 @@ async def test_a_chat_goes_on_through_three_pushes(
             await chat.beyond(len(chat.tokens) + 10)
             await push.whole(models[version], version)
         brake.open()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(LIMIT_S):
             await chat.task
         assert (chat.finish, chat.ended, chat.errors, len(chat.tokens)) == ("length", True, [], LENGTH)
         assert chat.text == text.decode(chat.tokens)
@@ -117,12 +117,12 @@ async def test_a_chat_that_comes_in_an_update_waits_and_finds_nothing_of_older_w
             "version"
         ]
 
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         assert (await cached(served))[0] == 0
         assert (await cached(served))[0] > 0
         assert (await push.begin(1))[0] == 200
         asked = asyncio.create_task(cached(served))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await until(lambda: served.engine.stats()["running"])
         assert (await push.bucket(named(models[1])))[0] == 200
         assert (await push.end(1))[0] == 200
@@ -165,7 +165,7 @@ async def test_a_drain_waits_for_a_chat(python: str, server: str, brake: Brake, 
         assert not await served.engine.drain(0.5), "it does not end before its requests have"
         await served.client.resume()
         assert await served.engine.drain(120)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await chat.task
         assert (chat.finish, len(chat.tokens), chat.ended) == ("length", LENGTH, True)
         status, answer = await served.post(PATHS[0], {"messages": CHAT})
@@ -181,7 +181,7 @@ async def test_who_aborts_a_chat_or_goes_is_heard(
         left.task.cancel()
         await served.client.abort("abortme")
         brake.open()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await aborted.task
             await until(lambda: not served.engine.stats()["running"])
         assert (aborted.finish, aborted.ended) == ("abort", True)

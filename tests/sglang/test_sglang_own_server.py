@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ import pytest
 
 from tests.sglang.server import ARGUMENTS, config
 from tests.tiny_models import PAD
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tests.whole.running import ROOT
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineError, EngineFailed, EngineUnavailable, UpdateRefused
@@ -60,7 +61,7 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(
             await _only_the_proxy_asks(engine, whole, tmp_path / "sglang.log")
             begun = asyncio.Event()
             streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
-            await asyncio.wait_for(begun.wait(), 60)
+            await asyncio.wait_for(begun.wait(), LIMIT_S)
             (victim,) = [
                 one
                 for one in whole
@@ -73,10 +74,10 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(
             with pytest.raises(
                 EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* has ended" if "::" in part else "")
             ):
-                await asyncio.wait_for(engine.failed(), 30)
+                await asyncio.wait_for(engine.failed(), LIMIT_S)
             assert not engine.servable
             with pytest.raises(aiohttp.ClientError):  # rather than wait for more
-                await asyncio.wait_for(streaming, 30)
+                await asyncio.wait_for(streaming, LIMIT_S)
         await _until_gone([one.pid for one in whole])
 
     asyncio.run(started())
@@ -89,20 +90,34 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
 
     async def started() -> None:
         settings = config(python, log=str(tmp_path / "sglang.log"))
-        settings = replace(settings, sglang=replace(settings.sglang, silent_s=10.0))
+        settings = replace(settings, sglang=replace(settings.sglang, silent_s=20.0))
         async with started_engine(directories[0], settings) as (engine, whole):
             await engine.api.call("POST", "/pause_generation", {"mode": "in_place"})
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(engine.failed(), 15)  # it answers, and lives on
+            polls, failing = _count_polls(engine.api), asyncio.create_task(engine.failed())
+            # It answers, and lives on. (The first answer may be of a poll from before the pause.)
+            await until(lambda: polls["/server_info"] >= 3, alive=lambda: not failing.done())
             (scheduler,) = [one for one in whole if "sglang::scheduler" in one.cmdline()[0]]
             scheduler.suspend()
             pushes = asyncio.create_task(_join_for_ever(engine))  # there is always an update in progress
-            with pytest.raises(EngineFailed, match="has not answered for 10 s"):
-                await asyncio.wait_for(engine.failed(), 60)
+            with pytest.raises(EngineFailed, match="has not answered for 20 s"):
+                await asyncio.wait_for(failing, LIMIT_S)
             pushes.cancel()
         await _until_gone([one.pid for one in whole])
 
     asyncio.run(started())
+
+
+def _count_polls(api: Api) -> Counter[str]:
+    """Return a counter of the answers of a server by path."""
+    answers, call = Counter[str](), api.call
+
+    async def counted(method: str, path: str, *rest: Any, **named: Any) -> Any:
+        answer = await call(method, path, *rest, **named)
+        answers[path] += 1
+        return answer
+
+    api.call = counted  # type: ignore[method-assign]
+    return answers
 
 
 async def _only_the_proxy_asks(engine: SglangEngine, whole: list[psutil.Process], log: Path) -> None:
@@ -270,7 +285,8 @@ def test_arguments_of_the_scheduler_have_an_effect(python: str, directories: lis
         server = await ServerProcess.open(directories[0], settings)
         try:
             assert await _cached(server.api) == 32, "page_size: whole pages of a prompt of 38 tokens"
-            assert await _parts_of_a_stream(server, tokens=20) in (4, 5), "stream_interval"
+            # A reader that waited for a core gets two parts as one.
+            assert await _parts_of_a_stream(server, tokens=20) <= 5, "stream_interval"
             new_tokens = 220
             assert 2 * len(PROMPT) + new_tokens * (1 + RESERVED) > SCHEDULING["max_total_tokens"]
             sampling = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
@@ -355,7 +371,7 @@ def test_a_server_that_cannot_start_is_told_with_its_last_lines(
 
 async def _until_watched(keeper: int, pid: int) -> None:
     """Wait until the keeper of the server's processes has a pidfd of this one. Source: proc(5), fdinfo."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         await until(lambda: any(f"Pid:\t{pid}\n" in info for info in _descriptors(keeper)))
 
 
@@ -366,7 +382,7 @@ def _descriptors(pid: int) -> Iterator[str]:
 
 
 async def _until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT_S
     while left := [pid for pid in pids if _lives(pid)]:
         assert time.monotonic() < deadline, left
         await asyncio.sleep(0.1)

@@ -14,7 +14,7 @@ from tests.engine_push import joined, named
 from tests.engine_serving import Served, log_probs_of, scores, told_log_probs
 from tests.router_kit import routing
 from tests.sglang.server import CONTEXT, config, serving
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.serving.authority import Authority
@@ -226,7 +226,7 @@ async def test_an_update_that_is_left_alone_is_let_go(
     """The learner dies between begin and the first bucket: the present weights serve on. A session that another proxy
     left is closed.
     """
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         await served.engine.api.call("POST", "/begin_weight_update", {})
         await push.begin(1)
         assert (await served.post("/continue_generation", {}))[0] == 400
@@ -243,7 +243,7 @@ async def test_an_update_that_is_left_alone_is_let_go(
 async def test_no_key_of_a_client_finds_what_older_weights_computed(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         prompt = list(range(5, 69))
 
         async def cached(**more: Any) -> int:
@@ -261,7 +261,7 @@ async def test_no_key_of_a_client_finds_what_older_weights_computed(
 async def test_what_a_client_aborts_is_never_held_against_a_push(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         running = asyncio.create_task(served.generate(PROMPT, max_new_tokens=3000, ignore_eos=True))
         await until(lambda: served.engine.unfinished == 1)
         await push.whole(models[1], 1)
@@ -302,7 +302,7 @@ async def test_who_waits_for_a_version_can_be_aborted(python: str, server: str, 
 async def test_one_response_of_a_request_that_waits_for_weights_is_aborted_alone(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         await push.begin(1)
         body = {
             "input_ids": [PROMPT, PROMPT[:2]],

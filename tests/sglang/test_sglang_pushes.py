@@ -16,7 +16,7 @@ from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
 from tests.engine_serving import Served, log_probs_across, log_probs_of, scores, told_log_probs
 from tests.sglang.server import serving
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.engines.port import Generation
 from tidemill.bus.wire.messages import Sampling
 
@@ -44,14 +44,14 @@ async def pushed_while(
 
 
 async def running(served: Served, requests: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         # nothing signals it
         await until(lambda: served.engine.stats()["running"] == requests)
 
 
 async def decoding(served: Served, responses: int) -> None:
     """Wait until the server decodes as many."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while (await served.get("/v1/loads"))[1]["loads"][0]["num_running_reqs"] != responses:  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.01)
 
@@ -93,7 +93,10 @@ async def test_streams_and_batches_go_on_through_pushes(
                 states.extend(json.loads(line[6:]) for line in lines if line.startswith(b"data: {"))
             assert rest == b""
 
-    async with serving(python, server, directories[0], pause=pause) as served, joined(served, timeout_s=60) as push:
+    async with (
+        serving(python, server, directories[0], pause=pause) as served,
+        joined(served, timeout_s=LIMIT_S) as push,
+    ):
         batch = {"input_ids": PROMPTS, "sampling_params": {**params, "n": 2}, "return_logprob": True}
         asked = [asyncio.ensure_future(streamed(served)), asyncio.ensure_future(served.post("/generate", batch))]
         await decoding(served, 5)  # the batch, too: a slow machine could begin it after the pushes
@@ -120,7 +123,10 @@ async def test_more_requests_than_run_together_all_end_well(
     """Pushes that flush the cache meet running requests, requests in the server's queue, and requests that are about to
     end.
     """
-    async with serving(python, server, directories[0], pause="retract") as served, joined(served, timeout_s=60) as push:
+    async with (
+        serving(python, server, directories[0], pause="retract") as served,
+        joined(served, timeout_s=LIMIT_S) as push,
+    ):
         asked = [
             asyncio.ensure_future(served.generate([5 + i, 6], max_new_tokens=20 + 7 * i, temperature=1.0))
             for i in range(40)
@@ -144,7 +150,7 @@ async def test_more_requests_than_run_together_all_end_well(
 async def test_an_abort_during_a_push_ends_its_request_alone(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         body = {
             "input_ids": PROMPTS[0],
             "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
@@ -217,7 +223,7 @@ async def test_a_response_that_is_cut_at_each_update_is_continued_with_the_new_w
     """The client aborts it, and sends it again with the tokens so far. Spans and log-probs are exact, the length is the
     requested one.
     """
-    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=LIMIT_S) as push:
         begun = None
         for version in (1, 2):
             before = 0 if begun is None else len(begun.tokens)

@@ -18,7 +18,7 @@ from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse, GenerationFailed, Prompt, Responses
 from tidemill.actors.engines.server_pool import EnginePool
-from tidemill.actors.episodes.port import Unfinished
+from tidemill.actors.episodes.port import Made, Unfinished
 from tidemill.actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
@@ -46,7 +46,7 @@ class Turn(SingleTurn):
     """A single turn with its responses in reach."""
 
     def __init__(self, responses: Responses) -> None:
-        super().__init__(responses)
+        super().__init__(responses, join=True)
         self.responses = responses
 
     async def made(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Sample:
@@ -96,6 +96,65 @@ async def test_without_a_seed_the_engine_chooses() -> None:
     async with running_engines(scene) as engines:
         await turn(engines)[0].made(replace(TASK, sampling=Sampling()), 1, "n")
     assert scene.clients["a"].asked[0][0].seed is None
+
+
+async def test_the_responses_of_a_group_are_one_request() -> None:
+    scene = Scene({"a": [lambda sampling: generation(tokens=(sampling.seed or 0, 1))]})
+    async with running_engines(scene) as engines:
+        single, activity = turn(engines)
+        made = await single.group(TASK, "n0")
+        alone = await single.made(TASK, 2, "n0")
+    samples = [each.sample for each in made if isinstance(each, Made)]
+    assert [sample.tokens[3:].tolist() for sample in samples] == [[1000 + index, 1] for index in range(4)]
+    assert [sample.message_id for sample in samples] == [f"17.{index}.n0" for index in range(4)]
+    assert replace(samples[2], timings=alone.timings).tokens.tolist() == alone.tokens.tolist()
+    (_, options), _ = scene.clients["a"].asked
+    assert len(set(options["request_ids"])) == 4
+    assert (options["min_version"], activity.counters.requests_aborted, activity.busy) == (3, 0, 0)
+
+
+async def test_what_a_group_lacks_is_made_alone_from_its_last_token_on() -> None:
+    aborted = generation(tokens=(5, 6), finish="abort")
+    answers = [generation(), aborted, generation(log_prob=0.5), generation(tokens=(), finish="abort")]
+    scene = Scene({"a": [*answers, generation(tokens=(5, 6, 7))]})
+    async with running_engines(scene) as engines:
+        single, activity = turn(engines)
+        whole, begun, invalid, nothing = await single.group(TASK, "n0")
+        assert isinstance(whole, Made) and isinstance(begun, Partial)
+        assert (begun.tokens.tolist(), invalid, nothing) == ([5, 6], None, None)
+        assert [entry["failures"] for entry in engines.overview()] == [1], "such an engine is left alone for a while"
+        made = await single.sample(TASK, 1, "n0", begun)
+    assert made.sample.tokens.tolist() == [2, 3, 4, 5, 6, 7]
+    assert not made.continued, "by another actor"
+    assert scene.clients["a"].asked[-1][1]["begun"].tokens.tolist() == [5, 6]
+    assert activity.counters.requests_aborted == 3
+
+
+@pytest.mark.parametrize("error", [EngineGone("a", "reset"), EngineUnavailable("a", "full"), BadRequest("too long")])
+async def test_a_group_whose_request_fails_is_made_alone(error: Exception) -> None:
+    async with running_engines(Scene({"a": [error, generation()]})) as engines:
+        single, _ = turn(engines)
+        assert await single.group(TASK, "n0") == [None] * 4
+        assert (await single.made(TASK, 0, "n0")).status is Status.COMPLETED
+        engines.give_up()
+    with pytest.raises(Unfinished):
+        await single.group(replace(TASK, min_version=9), "n0")
+
+
+async def test_a_group_that_is_cut_short_keeps_its_tokens() -> None:
+    scene = Scene({"a": [generation(tokens=(5, 6), finish="abort")]})
+    async with running_engines(scene) as engines:
+        single, _ = turn(engines)
+        engine = scene.clients["a"]
+        engine.hold = asyncio.Event()
+        asking = asyncio.create_task(single.group(TASK, "n0"))
+        await until(lambda: engine.asked, every_s=0)
+        assert [load.requests for load in engines.loads()] == [4]
+        await single.responses.cut_short()
+        begun = await asking
+        assert [each.tokens.tolist() for each in begun if isinstance(each, Partial)] == [[5, 6]] * 4
+        assert set(engine.aborted) == set(engine.asked[0][1]["request_ids"])
+        assert [entry["failures"] for entry in engines.overview()] == [0]
 
 
 @pytest.mark.parametrize(("finish", "status"), [("stop", Status.COMPLETED), ("length", Status.TRUNCATED)])

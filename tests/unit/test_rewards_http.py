@@ -15,7 +15,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from tests.refusals import refusal
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.http_api import decode
 from tidemill.actors.scoring.server import RewardServer, ScoreBody, serving
 from tidemill.bus.system.limits import ProcessLimits
@@ -271,7 +271,7 @@ async def test_the_server_scores_what_the_client_asks() -> None:
 
 async def test_client_and_server_in_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_SERVER_TOKEN", "secret")
-    limits = ProcessLimits(timeout_s=20.0, workers=2)
+    limits = ProcessLimits(timeout_s=LIMIT_S, workers=2)
     async with opened("tests.child_rewards:echo", {}, limits) as there:
         async with serving(RewardServer("echo", there, token="secret"), "127.0.0.1", 0) as url:
             options = {"url": f"{url}/score", "token_env": "REWARD_SERVER_TOKEN"}
