@@ -16,7 +16,7 @@ FULL = EngineLoad(running=64, waiting=0, rows=64, requests=64)
 
 @pytest.mark.parametrize(("name", "curve", "steps", "fixed"), [
     ("tiny", "default", 40, (32, 64, 128, 256)),
-    ("tiny", "flat", 40, (32, 256)),
+    ("tiny", "flat", 75, (32, 256)),
     ("tail", "default", 8, (32, 64, 128, 1024)),
     ("episodes", "default", 12, (64, 192, 512)),
     ("episodes", "flat", 12, (64, 512)),
