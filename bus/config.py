@@ -10,7 +10,17 @@ from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
 from tidemill.bus.errors import Unquotable
-from tidemill.bus.section import Derived, Name, NotNegative, OneOf, Positive, PositiveFloat, section
+from tidemill.bus.section import (
+    Derived,
+    Name,
+    NotNegative,
+    NotNegativeFloat,
+    OneOf,
+    Positive,
+    PositiveFloat,
+    ShortName,
+    section,
+)
 
 SINGLE_TURN = "single_turn"  # Name of the rollout that is none: an engine is asked once
 # Control characters, and bytes of a file's name that are no UTF-8: the configuration of nats-server cannot hold them
@@ -19,6 +29,8 @@ MAX_SHARDS = 64
 MAX_REPLICAS = 5  # Copies of a stream that nats-server keeps at most
 # Share of a disk's free room that an embedded server takes for its store, beside what the store holds already
 STORE_SHARE = 0.75
+# Least room for tasks, plans, partials, reports of failures and rows: 4 MB for each bucket of rows
+MIN_RECORDS_BYTES = 100_000_000
 LEAF_CURE = "set default_js_domain of the leaf node to the domain of its hub's jetstream (docs/scaling.md)"
 # Oldest version of nats-server. Older ones silently ignore settings we need (several filter subjects, stream metadata).
 OLDEST_SERVER = (2, 10)
@@ -49,8 +61,20 @@ class BusConfig:
     """Bound of the stream TURNS, which runs with rollouts have; when it is full, episodes go on without a log."""
     trained_max_bytes: Positive = 256_000_000
     """Bound of the stream TRAINED, which loses its oldest values of trained tokens (``learner.record``) beyond it."""
+    quota_bytes: NotNegative = 0
+    """Bound of all streams and rows of the run together, for a bus with several runs: tasks, plans, partials, reports
+    of failures and rows share what the three bounds above leave, which must be 100 MB; 0 = these have no bound.
+    """
+    tasks_per_s: NotNegativeFloat = 0.0
+    """Tasks that the learner issues per second at most, of training and evaluation: all that a run sends follows from
+    its tasks; 0 = no bound.
+    """
     history_samples: NotNegative = 100_000
     """Messages kept behind the oldest kept checkpoint, for tails and replays."""
+    history_steps: Annotated[int, Field(ge=100)] = 100_000
+    """Steps behind the oldest kept checkpoint whose records and versions are kept at least, for curves, audits and
+    replays; at most twice as many are there (4.6 KB each with 32 samples a step).
+    """
     duplicate_window_s: PositiveFloat = 600.0
     """A message id seen within this time is stored once."""
     replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
@@ -71,6 +95,8 @@ class BusConfig:
     """Directory of the users' passwords; derived: <directory>/auth."""
     auth_users: NotNegative = 16
     """Users made for each of the roles actor, engine and host: ``actor-0``, ``actor-1``, ..."""
+    auth_shadows: tuple[ShortName, ...] = ()
+    """Shadow learners that get a user each, ``shadow-NAME``, which only reads the run (docs/shadow.md)."""
     insecure: bool = False
     """Listen on addresses that other machines reach, without users: any client may do everything there."""
     tls_cert: str = ""
@@ -99,6 +125,7 @@ class BusConfig:
     def __post_init__(self) -> None:
         if self.port == 0:
             raise ValueError("port: want 1..65535, or -1 for any free one, got 0")
+        self._check_quota()
         self._check_secrets()
         self._check_cluster()
 
@@ -106,6 +133,20 @@ class BusConfig:
     def copies(self) -> int:
         """Number of copies of every stream."""
         return max(self.replicas, self.cluster)
+
+    @property
+    def records_bytes(self) -> int:
+        """Share of ``quota_bytes`` for all that has no bound of its own; 0 or less = there is no quota."""
+        turns_bytes = self.turns_max_bytes if self.rollouts else 0
+        return self.quota_bytes - self.samples_max_bytes - turns_bytes - self.trained_max_bytes
+
+    def _check_quota(self) -> None:
+        if self.quota_bytes and self.records_bytes < MIN_RECORDS_BYTES:
+            least = self.quota_bytes - self.records_bytes + MIN_RECORDS_BYTES
+            raise ValueError(
+                f"quota_bytes: want >= {least:,}: samples_max_bytes, trained_max_bytes, with rollouts turns_max_bytes, "
+                f"and {MIN_RECORDS_BYTES:,} for all else; got {self.quota_bytes:,}"
+            )
 
     def _check_secrets(self) -> None:
         for name in ("tls_cert", "tls_key", "tls_ca"):

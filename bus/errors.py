@@ -198,14 +198,16 @@ class Refused(DetailedError, BusError):
 
 
 class NoRoom(DetailedError, BusError):
-    """The server's disk has less room than a stream may take."""
+    """The server has less room than a stream may take, beside what is reserved for streams already."""
 
     exit_code = exit_codes.CONFIG
     stream: str
     max_bytes: int
+    setting: str
+    reserved_bytes: int = 0
     template = (
-        "{stream}: want room for {max_gb:.1f} GB ({setting}) in three quarters of what is free on the disk "
-        "of the nats-server, got less; "
+        "{stream}: want room for {max_gb:.1f} GB ({setting}) beside {reserved_gb:.1f} GB that are reserved already "
+        "(tidemill runs), in three quarters of what is free on the disk of the nats-server, got less; "
         "lower {setting}, or keep the server's store on a larger disk"
     )
 
@@ -214,9 +216,8 @@ class NoRoom(DetailedError, BusError):
         return self.max_bytes / 1e9
 
     @property
-    def setting(self) -> str:
-        """Setting that bounds the stream."""
-        return f"bus.{self.stream.rpartition('_')[2].partition('-')[0].lower()}_max_bytes"
+    def reserved_gb(self) -> float:
+        return self.reserved_bytes / 1e9
 
 
 class StreamReplaced(DetailedError, BusError):

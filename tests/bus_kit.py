@@ -127,6 +127,7 @@ class Proxy:
         self.deaf = False
         """True = nothing from the server reaches the client; the other direction still works."""
         self.swallowed = 0
+        self.sent = bytearray()  # By the clients
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -162,6 +163,7 @@ class Proxy:
                 if downwards and self.deaf:
                     self.swallowed += len(data)
                 else:
+                    self.sent += b"" if downwards else data
                     writer.write(data)
         writer.close()
 

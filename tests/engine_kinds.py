@@ -42,6 +42,8 @@ class Kind(Protocol):
     """
     seeds: bool
     """True when a request with a seed is answered equally each time; otherwise a greedy one is."""
+    long: int
+    """Tokens of a response that is being decoded while a test does its part."""
 
     def serving(self, directory: Path, *, version: int = 0) -> AbstractAsyncContextManager[Served]:
         """Serve the weights of ``directory`` with an engine for one test."""
@@ -57,7 +59,7 @@ class Kind(Protocol):
 class Builtin:
     """A new engine for every test."""
 
-    name, in_standby, seeds = "builtin", True, True
+    name, in_standby, seeds, long = "builtin", True, True, 300
 
     def __init__(self, dtype: str, runner: Literal["auto", "transformers"] = "auto") -> None:
         self.dtype, self._runner = dtype, runner
@@ -96,7 +98,7 @@ class Brake(Gate):
 class Sglang:
     """One server for all tests; for each of them a new proxy, and its weights loaded."""
 
-    name, in_standby, seeds = "sglang", False, False
+    name, in_standby, seeds, long = "sglang", False, False, 1200
 
     def __init__(self, python: str, url: str, dtype: str, slowed: Path) -> None:
         """``slowed``: that of the server (``sglang_server``)."""

@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tests.forked import Forked
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.batch.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.batching import align, build_batches, pack_share
 from tidemill.learner.buffer.plans import assign
+from tidemill.learner.buffer.sample_index import SampleIndex, index_of
+from tidemill.learner.feed.feed_messages import decode_batch, share_in, step_frames, unpack
 
 
 def make_samples(
@@ -186,3 +189,27 @@ def run_ranks(
             for child in children:
                 child.kill()
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def packed_by_ranks(
+    plan: Plan, samples: Sequence[Sample], *, pad_to: int = 1, routed: RoutedShape | None = None
+) -> list[StepBatch]:
+    """Return the batches that ranks pack of the frames of a feeder that has no tokens, and of the samples."""
+    indices = []
+    for seq, sample in zip(plan.seqs, samples, strict=True):
+        index = index_of(int(seq), sample, routed=routed)
+        index.sample = None
+        indices.append(msgspec.msgpack.decode(msgspec.msgpack.encode(index), type=SampleIndex))
+    _, frames_of_ranks = step_frames(plan, indices, {}, ports=[1, 2], pad_to=pad_to, routed=routed)
+    by_seq = dict(zip(plan.seqs.tolist(), samples, strict=True))
+    batches = []
+    for frames in frames_of_ranks:
+        header, *others = [bytes(frame) for frame in frames]
+        fields = unpack(header, where="test")
+        share = share_in(fields, others)
+        assert share is not None
+        aligned: dict[int, MicroBatch] = {}
+        for place in share.places:
+            aligned |= align(share, place, by_seq[place.seq])
+        batches.append(replace(decode_batch(fields, others), micro_batches=pack_share(share, aligned)))
+    return batches

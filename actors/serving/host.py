@@ -20,6 +20,7 @@ from tidemill.actors.serving.handles import HandleListener
 from tidemill.actors.serving.port import PHASES, Backend, ServedEngine
 from tidemill.actors.serving.server import EngineServer
 from tidemill.actors.serving.updates import Updates
+from tidemill.actors.serving.waiting_share import IdleClock, WaitingShare
 from tidemill.actors.text.text import Text
 from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.system.coroutines import Waiter
@@ -58,6 +59,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         self.awaiting_version = 0
         """Number of requests that wait for a newer version before they are accepted."""
         self._first_version, self._on_update = version, on_update
+        self._idle, self._waiting_share = IdleClock(), WaitingShare()
         self._phase = "joining"
         self._changed = Waiter()
         self._updates: AnyUpdates | None = None
@@ -188,9 +190,10 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             raise EngineUnavailable(self.url, f"it does not serve now: phase {self.phase}, version {self.version}")
 
     def stats(self) -> dict[str, float]:
-        """Return gauges and counters since the start."""
+        """Return gauges and counters since the start; ``waiting_share`` is that of the last seconds without work."""
         return {
             "running": self.unfinished,
+            "waiting_share": self._waiting_share.read(self.idle_s),
             "rows": self.config.max_running,
             "version": self.version,
             "epoch": self.epoch,
@@ -198,6 +201,11 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             "stall_s": self.updates.stall_s,
             "released": float(len(self.updates.released)),
         }
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the start without work."""
+        return self._idle.idle_s
 
     async def serve_version(self, version: int, timeout_s: float) -> None:
         """Wait until weights of at least this version are served. Raises VersionUnavailable after ``timeout_s``."""
@@ -217,9 +225,11 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             reason = f"the queue is full: {self.unfinished} unfinished requests, at most {limit}"
             raise EngineUnavailable(self.url, reason)
         self.unfinished += count
+        self._idle.note(count)
 
     def ended(self, count: int) -> None:
         self.unfinished -= count
+        self._idle.note(-count)
         if count and not self.unfinished:
             self._changed.wake()
 

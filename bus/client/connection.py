@@ -75,6 +75,11 @@ class _Client(Client):
     def __init__(self) -> None:
         super().__init__()
         self._unparsed = FailureLog(_log)
+        self.refusal = ""  # The server's last error; ``last_error`` forgets it when the socket is closed behind it
+
+    async def _process_err(self, err_msg: str) -> None:
+        self.refusal = err_msg
+        await super()._process_err(err_msg)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -88,7 +93,7 @@ class Connection:
     """One connection, which reconnects for ever."""
 
     def __init__(self) -> None:
-        self.nc: Client = _Client()
+        self.nc = _Client()
         self.connected = False  # True while the connection is up
         self._changed = Waiter()
         self._listeners: set[Callable[[], None]] = set()
@@ -96,7 +101,7 @@ class Connection:
         # Recent refusals with their time, by subject in lower case, as the client library reports it
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
         self.user = ""
-        self._opening: Address | None = None
+        self._address, self._opening = Address(servers=()), False
         self.last_error = ""
         self._logged_s = 0.0
         self._repeated, self._unanswered_s = FailureLog(_log), math.inf
@@ -107,6 +112,17 @@ class Connection:
     def closed(self) -> bool:
         """True once the connection is closed for good; a broken one is connected again."""
         return self.nc.is_closed
+
+    @property
+    def denied(self) -> Denied | None:
+        """Refusal with which the server has closed the connection for good: the user's password was replaced."""
+        if self._closing or not self.closed:
+            return None
+        try:
+            _raise_if_denied(self._what, self._address, BusError(self.nc.refusal))
+        except Denied as denied:
+            return denied
+        return None
 
     @property
     def connected_url(self) -> str:
@@ -120,14 +136,14 @@ class Connection:
         return self.nc.max_payload
 
     async def wait_up(self, timeout_s: float, where: str = "bus") -> None:
-        """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed."""
+        """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed; Denied."""
         if self.connected:
             return
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 while not self.connected:
                     if self.closed:
-                        raise BusUnavailable(where, "the connection was closed")
+                        raise self.denied or BusUnavailable(where, "the connection was closed")
                     await self._changed.wait()
         except TimeoutError:
             reason = f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})"
@@ -239,7 +255,8 @@ class Connection:
         """Connect to ``url`` within ``wait_s``. Raises BusUnavailable, ValueError; Denied at once."""
         since = time.monotonic()
         address = parse(url)
-        self._what, self._opening, self.user = f"{name} at {address}", address, address.user
+        self._what, self._address, self.user = f"{name} at {address}", address, address.user
+        self._opening = True
         connecting = asyncio.get_running_loop().create_task(
             self.nc.connect(
                 list(address.servers),
@@ -264,7 +281,7 @@ class Connection:
         finally:
             # The client library may swallow one cancellation, and would then connect for ever.
             await ended(connecting, again_s=CANCEL_AGAIN_S)
-            self._opening = None
+            self._opening = False
         version = self.nc.connected_server_version
         if (version.major, version.minor) < OLDEST_SERVER:
             want, got = ".".join(map(str, OLDEST_SERVER)), f"{version.major}.{version.minor}.{version.patch}"
@@ -303,8 +320,8 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         """Handle a refused publish, which the library reports only here: its caller would wait for the answer."""
         self.last_error = str(error) or type(error).__name__
-        if self._opening is not None:
-            _raise_if_denied(self._what, self._opening, error)
+        if self._opening:
+            _raise_if_denied(self._what, self._address, error)
         if (violation := _VIOLATION.search(self.last_error)) is not None:
             self._on_violation(violation[1].lower(), violation[2])
             return
@@ -421,7 +438,9 @@ async def retry(
 async def before_retry(
     connection: Connection, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf
 ) -> None:
-    """Wait before the next try. Raises ``error`` when closed, or when that is past ``deadline`` (monotonic clock)."""
+    """Wait before the next try. Raises ``error`` when closed, or when that is past ``deadline`` (monotonic clock);
+    Denied when the password of this process was replaced.
+    """
     if connection.closed or time.monotonic() + pause_s >= deadline:
-        raise error
+        raise connection.denied or error
     await asyncio.sleep(pause_s)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.config import BusConfig
@@ -24,15 +25,29 @@ _MAX_WAITING = 16_384  # Limit of pull requests that wait at one consumer: one f
 async def create_layout(jet: JetStream) -> None:
     """Create missing streams and consumers; compare every setting with the server's.
 
-    Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable; nothing because of TRAINED.
+    Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable; nothing because of TRAINED. A run without
+    room leaves no stream behind that was made by this call: its bound would be taken from the other runs of the bus.
     """
     await _refuse_other_shards(jet)
+    made: list[str] = []
+    try:
+        await _create_layout(jet, made)
+    except NoRoom as error:
+        for name in made:
+            with suppress(BusError):  # on a bus with users a learner may not; it has the bus for itself
+                await jet.call(f"STREAM.DELETE.{name}")
+        reserved_bytes = int((await jet.call("INFO")).get("reserved_storage", 0))
+        raise NoRoom(error.stream, error.max_bytes, error.setting, reserved_bytes) from None
+
+
+async def _create_layout(jet: JetStream, made: list[str]) -> None:
+    """Do what ``create_layout`` promises. ``made`` gets the names of the streams that were made here."""
     trained, stream = (subjects.stream(jet.run, name) for name in (subjects.TRAINED, subjects.TASKS))
     # TRAINED takes the room that the others leave; TASKS is last, because runs are found by it.
     order = {trained: 1, stream: 2}
     for config in sorted(stream_configs(jet.run, jet.config), key=lambda config: order.get(config["name"], 0)):
         try:
-            await _ensure_stream(jet, config)
+            await _ensure_stream(jet, config, made)
         except BusError as error:
             if config["name"] != trained:
                 raise
@@ -58,7 +73,7 @@ async def create_archive(jet: JetStream) -> None:
             continue
         if config["name"] == subjects.stream(jet.run, subjects.SAMPLES):
             config = {**config, "max_bytes": -1}
-        await _ensure_stream(jet, config)
+        await _ensure_stream(jet, config, [])
 
 
 def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
@@ -79,6 +94,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
     if config.rollouts:
         names[subjects.TURNS] = [subjects.turn(run)]
     bounds = {
+        **_record_bounds(config),
         **{subjects.SAMPLES + suffix: config.samples_max_bytes // shards.count for suffix in suffixes},
         subjects.TURNS: config.turns_max_bytes,
         subjects.TRAINED: config.trained_max_bytes,
@@ -103,6 +119,16 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
         yield _bucket_config(run, bucket, config)
 
 
+def _record_bounds(config: BusConfig) -> dict[str, int]:
+    """Return the bounds of the streams and buckets that have none of their own; none without a quota."""
+    if not config.quota_bytes:
+        return {}
+    large = (subjects.TASKS, subjects.PLAN, subjects.PARTIALS)
+    small = (subjects.DEAD, *subjects.BUCKETS)
+    quarter = config.records_bytes // 4
+    return {**dict.fromkeys(large, quarter), **dict.fromkeys(small, quarter // len(small))}
+
+
 def _bucket_config(run: str, bucket: str, config: BusConfig) -> JsonObject:
     return {
         "name": subjects.bucket_stream(run, bucket),
@@ -110,6 +136,7 @@ def _bucket_config(run: str, bucket: str, config: BusConfig) -> JsonObject:
         "retention": "limits",
         "storage": "file",
         "discard": "new",
+        "max_bytes": _record_bounds(config).get(bucket, -1),
         "max_msgs_per_subject": 1,  # a row is the last message on its subject
         "num_replicas": config.copies,
         "duplicate_window": _ROW_DUPLICATE_WINDOW_S * _NS,
@@ -134,17 +161,20 @@ def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
         }
 
 
-async def _ensure_stream(jet: JetStream, config: JsonObject) -> None:
+async def _ensure_stream(jet: JetStream, config: JsonObject, made: list[str]) -> None:
     name = config["name"]
     try:
         info = await jet.call(f"STREAM.INFO.{name}")
     except NotFound:
         info = await _created(jet, f"STREAM.CREATE.{name}", config, f"STREAM.INFO.{name}")
+        made += [name] if info.get("did_create") else []
     present = info["config"]
     fields = _OF_TRAINED if name == subjects.stream(jet.run, subjects.TRAINED) else _CHANGED_IN_PLACE
     settings = {field: config[field] for field in fields if field in config}
+    if 0 < present.get("max_bytes", -1) < config["max_bytes"]:  # lowered, a stream may lose its oldest messages
+        settings["max_bytes"] = config["max_bytes"]
     if any(present.get(field, False) != value for field, value in settings.items()):
-        info = await jet.call(f"STREAM.UPDATE.{name}", {**present, **settings})
+        info = await _answered(jet, f"STREAM.UPDATE.{name}", {**present, **settings})
     _compare(name, config, info["config"])
 
 
@@ -161,13 +191,28 @@ async def _ensure_consumer(jet: JetStream, stream: str, config: JsonObject) -> N
 async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) -> JsonObject:
     """Return the server's description of a stream or consumer that this, or another process just now, created."""
     try:
-        return await jet.call(verb, request)
+        return await _answered(jet, verb, request)
     except Refused as error:
-        if error.code == _NO_STORAGE:
-            raise NoRoom(request["name"], request["max_bytes"]) from None
         if error.code not in _ALREADY_IN_USE:
             raise
         return await jet.call(info)
+
+
+async def _answered(jet: JetStream, verb: str, request: JsonObject) -> JsonObject:
+    """Return the answer to the request of a stream or consumer. Raises NoRoom for a bound that the server has not."""
+    try:
+        return await jet.call(verb, request)
+    except Refused as error:
+        if error.code != _NO_STORAGE:
+            raise
+        raise NoRoom(request["name"], request["max_bytes"], _setting(jet, request["name"])) from None
+
+
+def _setting(jet: JetStream, stream: str) -> str:
+    """Return the setting that bounds a stream."""
+    short = stream.removeprefix(subjects.stream(jet.run, "")).partition("-")[0]
+    bounded = (subjects.SAMPLES, subjects.TURNS, subjects.TRAINED)
+    return f"bus.{short.lower()}_max_bytes" if short in bounded else "bus.quota_bytes"
 
 
 def _compare(name: str, want: JsonObject, got: JsonObject) -> None:

@@ -139,6 +139,10 @@ class Rows:
             headers = {subjects.MESSAGE_ID: f"row.{nonce()}", _OPERATION: "DEL"}
             await self._jet.outbox.store(self._subject(key), b"", headers)
 
+    async def trim(self, keys: str, below: int) -> None:
+        """Remove the rows with these keys (``v.*``) and revisions < ``below``."""
+        await self._jet.purge(self._stream, below, subject=subjects.row(self._jet.run, self.bucket, keys))
+
     async def keep(self, key: str, value: Value, *, every_s: float = 5.0) -> None:
         """Write ``value`` again whenever the row is missing or unreadable, until cancelled: for its one writer."""
         while True:

@@ -10,7 +10,7 @@ import ctypes.util
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ NO_ACCOUNT = "$G"
 POOLS = ("actor", "engine", "scorer", "host")
 LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"
 SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)  # Roles with one user of the same name
+SHADOW = "shadow"  # Role of a shadow learner, whose user has its name: shadow-NAME
 USER_VARIABLE, PASSWORD_VARIABLE = "TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD"
 # Environment variable with the path of a file that sets the other two
 CREDENTIALS_VARIABLE = "TIDEMILL_BUS_CREDENTIALS"
@@ -56,8 +57,8 @@ class Permissions:
 def permissions(role: str, name: str, run: str, config: BusConfig) -> Permissions:
     """Return the permissions of a process of this role and name. Raises ValueError for an unknown role."""
     rights = _Rights(run, config, subjects.token(name))
-    if role not in (*SINGLE, *POOLS):
-        raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS))}, got {role!r}")
+    if role not in (*SINGLE, *POOLS, SHADOW):
+        raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS, SHADOW))}, got {role!r}")
     publish, subscribe, denied = getattr(rights, role)()
     return Permissions(
         publish=tuple(dict.fromkeys(publish)),
@@ -75,7 +76,7 @@ class _Rights:
     """(publish, subscribe, denied) of every role. No role subscribes to subjects it writes: a cycle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
-        self._run, self._name, self._rollouts = run, name, config.rollouts
+        self._run, self._name, self._config, self._rollouts = run, name, config, config.rollouts
         self._streams = [str(stream["name"]) for stream in stream_configs(run, config)]
         self._tasks, self._shards = subjects.stream(run, subjects.TASKS), Shards(config.sample_shards)
         self._rows_of = {bucket: subjects.row(run, bucket, ">") for bucket in subjects.BUCKETS}
@@ -89,6 +90,28 @@ class _Rights:
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
         return [*run, *api], [*run, *subjects.acks(self._run, self._rollouts)], []
+
+    def shadow(self) -> _Lists:
+        """Reads plans, samples and tasks of the run; has all rights on the run of its own name, but hears no change."""
+        own = self._of_shadow(self._name.removeprefix(f"{SHADOW}-"))
+        publish = [subjects.everything(own._run), *own._rows_of.values(), _api("INFO"), _api("STREAM.NAMES")]
+        for stream in own._streams:
+            publish += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "PURGE")]
+        of_run = [stream for stream in self._streams if not stream.startswith("KV_")]
+        publish += _read_from([*of_run, *own._streams])
+        return publish, [], self._queue_requests("CREATE", "MSG.NEXT")
+
+    def _of_shadow(self, name: str) -> "_Rights":
+        return _Rights(f"{self._run}-{name}", self._config, self._name)
+
+    def _queue_requests(self, *verbs: str) -> list[str]:
+        """Return requests to the consumers of tasks."""
+        queues = [f"{self._tasks}.{queue}" for queue in subjects.queues(self._rollouts).values()]
+        return [_api(f"CONSUMER.{verb}.{queue}") for verb in verbs for queue in queues]
+
+    def _public_streams(self) -> list[str]:
+        secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
+        return [stream for stream in self._streams if stream not in secret]
 
     def actor(self) -> _Lists:
         """Leases and settles tasks; stores samples under its own name, parts, partials, reports of failures."""
@@ -137,13 +160,10 @@ class _Rights:
     def viewer(self) -> _Lists:
         """Reads everything but secret rows, by consumers of its own; it may not touch the consumers of tasks."""
         publish = [subjects.full(self._run), _api("INFO"), _api("STREAM.NAMES")]
-        secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
-        for stream in [stream for stream in self._streams if stream not in secret]:
-            publish += [_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET")]
-            publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
-        queues = [f"{self._tasks}.{queue}" for queue in subjects.queues(self._rollouts).values()]
-        publish += [_api(f"CONSUMER.INFO.{queue}") for queue in queues]
-        denied = [_api(f"CONSUMER.{verb}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
+        shadows = [self._of_shadow(name) for name in self._config.auth_shadows]
+        publish += _read_from([stream for run in (self, *shadows) for stream in run._public_streams()])
+        publish += self._queue_requests("INFO")
+        denied = self._queue_requests("CREATE", "MSG.NEXT")
         return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], denied
 
     def operator(self) -> _Lists:
@@ -178,6 +198,13 @@ class _Rights:
         return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
 
 
+def _read_from(streams: Iterable[str]) -> Iterator[str]:
+    """Yield the subjects that read streams by consumers of the reader's own."""
+    for stream in streams:
+        yield from (_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET"))
+        yield from (_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT"))
+
+
 def _api(verb: str) -> str:
     return f"$JS.API.{verb}"
 
@@ -195,6 +222,7 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
     roles = {
         **{role: role for role in SINGLE},
         **{f"{role}-{number}": role for role in POOLS for number in range(config.auth_users)},
+        **{f"{SHADOW}-{name}": SHADOW for name in config.auth_shadows},
     }
     file = directory / USERS_FILE
     hashes: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}

@@ -16,8 +16,8 @@ from typing import Generic, TypeVar
 from tidemill.bus.client import pull
 from tidemill.bus.client.connection import before_retry, retry
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
-from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.errors import BusUnavailable, Fenced, Refused, WireError
+from tidemill.bus.client.outbox import STREAM_FULL, WRONG_LAST_SEQUENCE
+from tidemill.bus.errors import BusFull, BusUnavailable, Fenced, Refused, WireError
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import decode_record, encode_record, record_name
 from tidemill.bus.wire.messages import Fence, PlanRecord, Task
@@ -121,17 +121,24 @@ class FencedWriter(Generic[R]):
                 self._last = max(self._last, stored.seq)
                 return stored.seq
             except Refused as error:
-                if error.code not in WRONG_LAST_SEQUENCE:
+                if error.code == STREAM_FULL:  # its share of ``bus.quota_bytes``, which an operator may raise
+                    logged_s = await self._pause(BusFull(self._stream, str(error)), logged_s)
+                elif error.code not in WRONG_LAST_SEQUENCE:
                     raise
             except BusUnavailable as error:
-                await before_retry(self._jet.connection, error)
-                if time.monotonic() - logged_s > _LOG_EVERY_S:
-                    logged_s = time.monotonic()
-                    _log.warning("bus: not stored yet stream=%s reason=%s", self._stream, error)
+                logged_s = await self._pause(error, logged_s)
             # The answer was lost, or another message has the expected place: the stream shows which of the two.
             mine = await self._find_own(message_id)
             if mine is not None:
                 return mine
+
+    async def _pause(self, error: BusUnavailable, logged_s: float) -> float:
+        """Wait before the next try. Returns the time of the last line in the log."""
+        await before_retry(self._jet.connection, error)
+        if time.monotonic() - logged_s <= _LOG_EVERY_S:
+            return logged_s
+        _log.warning("bus: not stored yet stream=%s reason=%s", self._stream, error)
+        return time.monotonic()
 
     async def _find_own(self, message_id: str) -> int | None:
         """Return the sequence of our message if it is after the last known one. Raises Fenced at a newer learner's."""
@@ -228,7 +235,8 @@ def epoch_of(headers: dict[str, str]) -> int:
 
 # ---- the log of plans
 
-_TRIMMED = ("plan", "done", "settle", "requeue", "evaluated")
+# Scores stay: they are few, and decide on an early end
+_TRIMMED = ("plan", "done", "settle", "requeue")
 
 
 class PlanLog:
@@ -282,7 +290,7 @@ class PlanLog:
         return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:
-        """Remove records with sequences < ``below``; fences stay."""
+        """Remove records with sequences < ``below``; fences and scores stay."""
         for kind in _TRIMMED:
             await self._jet.purge(self._stream, below, subject=subjects.plan(self._jet.run, kind))
 

@@ -11,14 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tidemill.bus import exit_codes
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState, unix_time
 from tidemill.bus.client.pull import follow, present
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusError, DetailedError, NotFound, StreamReplaced, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.merging import as_they_arrive, in_order
-from tidemill.bus.streams.shard_reading import Received, payload_of, state_of_all
+from tidemill.bus.streams.shard_reading import (
+    CREATED_SEPARATOR,
+    Received,
+    payload_of,
+    state_of_all,
+    states_of_shards,
+)
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Cursor, Kind
 from tidemill.bus.wire.rows import ReaderRow, row_of
@@ -61,9 +66,11 @@ class History:
         """Yield the headers of the samples from ``first`` to ``last``; for ever without a last one."""
         return self._read(first, last, headers_only=True)
 
-    async def payloads(self, first: int, last: int | None = None) -> AsyncIterator[StoredSample]:
-        """Yield the samples from ``first`` to ``last``; for ever without a last one."""
-        async with aclosing(self._read(first, last, headers_only=False)) as messages:
+    async def payloads(
+        self, first: int, last: int | None = None, *, only_shard: int | None = None
+    ) -> AsyncIterator[StoredSample]:
+        """Yield the samples from ``first`` to ``last``, perhaps of one shard alone; for ever without a last one."""
+        async with aclosing(self._read(first, last, headers_only=False, only_shard=only_shard)) as messages:
             async for delivered in messages:
                 yield await self._stored(delivered)
 
@@ -131,9 +138,12 @@ class History:
             counts |= await self._jet.subjects(shards.stream(self._jet.run, shard), filter)
         return {version for subject in counts if (version := subjects.version_of_sample(subject)) is not None}
 
-    async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncGenerator[Message]:
+    async def _read(
+        self, first: int, last: int | None, *, headers_only: bool, only_shard: int | None = None
+    ) -> AsyncGenerator[Message]:
         shards = await self._jet.shards()
-        sources = [self._read_shard(shards, shard, first, last, headers_only) for shard in range(shards.count)]
+        chosen = range(shards.count) if only_shard is None else [only_shard]
+        sources = [self._read_shard(shards, shard, first, last, headers_only) for shard in chosen]
         merged = as_they_arrive(sources) if last is None else in_order(sources, lambda message: message.seq)
         async with aclosing(merged) as messages:
             async for message in messages:
@@ -174,19 +184,32 @@ class CursorTaken(DetailedError, BusError):
     template = "cursor {name}: taken over by another reader of this name; this one ends"
 
 
-class ManyShards(DetailedError, BusError):
-    """Something that reads one stream was asked for on a run with several shards of SAMPLES."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardExtent:
+    """A shard of SAMPLES, and the first and the last of its sequences; ``step`` is between neighbours."""
 
-    exit_code = exit_codes.CONFIG
-    what: str
-    count: int
-    template = "{what}: want bus.sample_shards: 1, this run has {count}; copy its samples with tidemill replay instead"
+    shard: int
+    first_seq: int
+    last_seq: int
+    step: int
+
+    def behind(self, floor: int) -> int:
+        """Return the number of messages after a position."""
+        return max(0, (self.last_seq - floor) // self.step)
 
 
-async def refuse_many_shards(bus: Bus, what: str) -> None:
-    """Raise ManyShards if SAMPLES has several shards, and ``what`` reads one stream."""
-    if (shards := await bus.jet.shards()).count > 1:
-        raise ManyShards(what, shards.count)
+async def shard_extents(jet: JetStream) -> dict[str, ShardExtent]:
+    """Return the shards of SAMPLES by the creation time of their streams, which is in the row of a reader."""
+    shards, states = await jet.shards(), await states_of_shards(jet)
+    return {
+        state.created: ShardExtent(
+            shard=shard,
+            first_seq=shards.seq(shard, state.first_seq),
+            last_seq=shards.seq(shard, state.last_seq),
+            step=shards.count,
+        )
+        for shard, state in enumerate(states)
+    }
 
 
 class Cursors:
@@ -220,40 +243,46 @@ class Cursors:
 
 
 class Reader:
-    """A registered reader of SAMPLES: reads from its position on, and moves it."""
+    """A registered reader of SAMPLES, of one of its shards: reads from its position on, and moves it."""
 
-    def __init__(self, bus: Bus, name: str, row: ReaderRow, *, is_new: bool) -> None:
+    def __init__(self, bus: Bus, name: str, row: ReaderRow, *, extent: ShardExtent, is_new: bool) -> None:
         self._bus, self._rows, self.name, self.row = bus, bus.rows("run"), name, row
-        self._is_new = is_new
+        self._extent, self._is_new = extent, is_new
 
     @classmethod
-    async def open(cls, bus: Bus, name: str, *, policy: str = WAIT) -> "Reader":
+    async def open(cls, bus: Bus, name: str, *, policy: str = WAIT, shard: int = 0) -> "Reader":
         """Register under ``name``, or continue from the last reader of this name, which is refused from now on.
 
+        Of several shards each has a reader, with a name of its own.
+
         A new one begins at the first sample there is. Raises StreamReplaced when the row is of another stream,
-        ManyShards, ValueError for an unknown policy, BusUnavailable.
+        ValueError for an unknown policy, BusUnavailable.
         """
         if policy not in (WAIT, LEAVE):
             raise ValueError(f"policy: want {WAIT} or {LEAVE}, got {policy!r}")
-        await refuse_many_shards(bus, f"a registered reader ({name})")
-        start, mine = await bus.samples.cursor(), f"{bus.name} {nonce()}"
+        created, extent = list((await shard_extents(bus.jet)).items())[shard]
+        mine = f"{bus.name} {nonce()}"
 
         def taken_over(value: Value | None) -> Value:
             before = None if value is None else row_of(ReaderRow, value)
-            if before is not None and before.created != start.created:
-                raise StreamReplaced(f"cursor {name}", before.created, start.created)
-            floor = start.floor if before is None else before.floor
-            return dataclasses.asdict(ReaderRow(created=start.created, floor=floor, policy=policy, owner=mine))
+            if before is not None and before.created != created:
+                raise StreamReplaced(f"cursor {name}", before.created, created)
+            floor = max(0, extent.first_seq - extent.step) if before is None else before.floor
+            return dataclasses.asdict(ReaderRow(created=created, floor=floor, policy=policy, owner=mine))
 
         before, after = await bus.rows("run").change(_key(name), taken_over, replace_unreadable=True)
-        return cls(bus, name, row_of(ReaderRow, after), is_new=before is None)
+        return cls(bus, name, row_of(ReaderRow, after), extent=extent, is_new=before is None)
 
     async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
         """Yield every sample after its position, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
         # A new reader begins at the first sample there is when it reads, even if those at its position have been
         # trimmed meanwhile.
-        cursor = None if self._is_new else Cursor(created=self.row.created, floor=self.row.floor)
-        async for received in self._bus.samples.read(cursor, vocab_size=vocab_size, check=check):
+        cursor, count = None, self._extent.step
+        if not self._is_new:
+            created, floors = CREATED_SEPARATOR.join([self.row.created] * count), (self.row.floor,) * count
+            cursor = Cursor(created=created, floor=self.row.floor, floors=floors if count > 1 else ())
+        reading = self._bus.samples.read(cursor, vocab_size=vocab_size, check=check, only_shard=self._extent.shard)
+        async for received in reading:
             yield received
 
     async def advance(self, floor: int) -> None:

@@ -59,14 +59,17 @@ def lossy_standard_files() -> None:
     sys.stdout, sys.stderr = lossy(STANDARD_OUTPUT), lossy(STANDARD_ERROR)
 
 
-def guard_standard_files() -> None:
-    """Make stderr lossy and stdout strict. Closed ones become /dev/null, or other files would get their numbers."""
+def guard_standard_files(*, is_log: bool = False) -> None:
+    """Make stderr lossy and stdout strict. Closed ones become /dev/null, or other files would get their numbers.
+
+    ``is_log``: stdout, into which libraries and functions of the user's print, is lossy, too.
+    """
     for descriptor in (STANDARD_OUTPUT, STANDARD_ERROR):
         try:
             os.fstat(descriptor)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    file, before = io.BufferedWriter(_File(STANDARD_OUTPUT, lossy=False)), sys.stdout
+    file, before = io.BufferedWriter(_File(STANDARD_OUTPUT, lossy=is_log)), sys.stdout
     if isinstance(before, io.TextIOWrapper):
         lines = before.line_buffering or before.write_through
         sys.stdout = io.TextIOWrapper(file, encoding=before.encoding, errors=before.errors, line_buffering=lines)

@@ -330,6 +330,37 @@ class EndRow:
     epoch: Natural = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanMark:
+    """A place in PLAN at which a checkpoint was made, with everything that the records up to there have settled."""
+
+    step: Natural
+    seq: Natural
+    """Sequence of the step's plan."""
+    task: Natural
+    """Largest settled task."""
+    floors: tuple[Natural, ...]
+    """Settled samples: all up to these sequences, one for each shard,"""
+    settled: tuple[Natural, ...]
+    """and these above them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRow:
+    """Summary of the records that were removed from the beginning of PLAN, without which an audit would not balance."""
+
+    removed: PlanMark | None = None
+    """Records up to this place are removed, or just about to be; None = none are."""
+    next: PlanMark | None = None
+    """Place up to which the next ones are removed, once their samples and tasks are trimmed."""
+    trained: Natural = 0
+    dropped: dict[Text, Natural] = field(default_factory=dict)
+    """Samples by drop reason."""
+    given_up: dict[Text, Natural] = field(default_factory=dict)
+    """Tasks by reason."""
+    max_lag: Natural = 0
+
+
 def row_of(kind: type[R], value: JsonObject) -> R:
     """Return a row of this type from its JSON object. Raises WireError naming the field."""
     try:

@@ -214,7 +214,7 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
     if trains and model is not None:
         kept = (checkpoints + 1) * _checkpoint_bytes(config, model) + models * MODEL_BYTES * model.num_parameters
     turns = config.bus.turns_max_bytes if config.bus.rollouts else 0
-    stored = 0 if config.bus.url else config.bus.samples_max_bytes + turns
+    stored = 0 if config.bus.url else config.bus.quota_bytes or config.bus.samples_max_bytes + turns
     got = f"{_gb(free)} free on {existing}"
     if kept > free:
         files = (

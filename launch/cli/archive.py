@@ -21,8 +21,8 @@ from rich.console import Console
 
 from tidemill.bus.errors import StreamTrimmed, WireError
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.readers import LEAVE, WAIT, Cursors, History, Reader, StoredSample, refuse_many_shards
-from tidemill.bus.system.coroutines import ended
+from tidemill.bus.streams.readers import LEAVE, WAIT, Cursors, History, Reader, ShardExtent, StoredSample, shard_extents
+from tidemill.bus.system.coroutines import ended, first_error
 from tidemill.bus.wire.rows import ReaderRow
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import change, look, read_until_drained
@@ -59,24 +59,39 @@ async def archive(url: str, run: str, args: argparse.Namespace, draining: asynci
     """Archive until drained; with ``args.until_end``, the samples present at the start. Raises BusError, ValueError."""
     positive("--rotate", args.rotate)
     async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
-        await refuse_many_shards(bus, "tidemill archive")
-        state = await bus.samples.info()
-        origin = Origin(run=run, created=state.created)
-        recordings = ArchiveDirectory(Path(args.out), origin, rotate_bytes=int(args.rotate * 1e6))
-        reader: Reader | UnregisteredReader
-        if args.ended:
-            row = ReaderRow(created=state.created, floor=state.first_seq - 1, policy=args.policy)
-            reader = UnregisteredReader(name=args.name, row=row)
-        else:
-            reader = await Reader.open(bus, args.name, policy=args.policy)
-        first, last = recordings.last_seq + 1, reader.row.floor
-        if last >= first > 1:
-            log.warning("samples %d to %d were archived elsewhere: %s has none", first, last, args.out)
+        shards = await bus.jet.shards()
         try:
-            await _fill(bus, recordings, reader, draining, state.last_seq if args.until_end or args.ended else None)
-        finally:
-            recordings.close()
-        log.info("archived up to seq=%d samples=%d directory=%s", reader.row.floor, recordings.written, args.out)
+            async with asyncio.TaskGroup() as group:
+                for created, extent in (await shard_extents(bus.jet)).items():
+                    origin, suffix = Origin(run=run, created=created), shards.suffix(extent.shard)
+                    group.create_task(_archive_shard(bus, args, draining, origin, extent, suffix))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+
+
+async def _archive_shard(
+    bus: Bus, args: argparse.Namespace, draining: asyncio.Event, origin: Origin, extent: ShardExtent, suffix: str
+) -> None:
+    """Archive one shard. Of several, each has a reader and a directory of its own, whose names end with its own."""
+    name, directory = f"{args.name}{suffix}", Path(args.out) / f"shard{suffix}" if suffix else Path(args.out)
+    recordings = ArchiveDirectory(directory, origin, rotate_bytes=int(args.rotate * 1e6))
+    reader: Reader | UnregisteredReader
+    if args.ended:
+        floor = extent.first_seq - extent.step
+        reader = UnregisteredReader(
+            name=name, row=ReaderRow(created=origin.created, floor=max(0, floor), policy=args.policy)
+        )
+    else:
+        reader = await Reader.open(bus, name, policy=args.policy, shard=extent.shard)
+    first, last = recordings.last_seq + extent.step, reader.row.floor
+    if last >= first > extent.step:
+        log.warning("samples %d to %d were archived elsewhere: %s has none", first, last, directory)
+    try:
+        end = extent.last_seq if args.until_end or args.ended else None
+        await _fill(_unarchived(bus, reader, recordings.last_seq, end, extent), recordings, reader, draining)
+    finally:
+        recordings.close()
+    log.info("archived up to seq=%d samples=%d directory=%s", reader.row.floor, recordings.written, directory)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,13 +107,11 @@ class UnregisteredReader:
 
 
 async def _fill(
-    bus: Bus,
+    samples: AsyncIterator[StoredSample],
     recordings: "ArchiveDirectory",
     reader: Reader | UnregisteredReader,
     draining: asyncio.Event,
-    last: int | None,
 ) -> None:
-    samples = _unarchived(bus, reader, recordings.last_seq, last)
     drained = asyncio.create_task(draining.wait(), name="draining")
     upcoming: asyncio.Task[StoredSample | None] | None = None
     synced_s = time.monotonic()
@@ -126,21 +139,22 @@ async def _fill(
 
 
 async def _unarchived(
-    bus: Bus, reader: Reader | UnregisteredReader, last_seq: int, last: int | None
+    bus: Bus, reader: Reader | UnregisteredReader, last_seq: int, last: int | None, extent: ShardExtent
 ) -> AsyncIterator[StoredSample]:
     """Yield the samples after the reader's position that no recording has, up to ``last``; None = for ever."""
-    history, expected = History(bus.jet), max(reader.row.floor, last_seq) + 1
-    if expected > 1:  # a new reader begins at the first sample in the stream
-        await _check_gap(history, reader, expected)
-    async for stored in history.payloads(expected, last):
-        if stored.seq > expected > 1:  # parts were between them, or messages that are gone
-            await _check_gap(history, reader, expected)
-        expected = stored.seq + 1
+    floor, created = max(reader.row.floor, last_seq), reader.row.created
+    expected, begun = floor + extent.step, floor > 0
+    if begun:  # a new reader begins at the first sample in the stream
+        await _check_gap(bus, reader, expected, created)
+    async for stored in History(bus.jet).payloads(floor + 1, last, only_shard=extent.shard):
+        if begun and stored.seq > expected:  # parts were between them, or messages that are gone
+            await _check_gap(bus, reader, expected, created)
+        expected, begun = stored.seq + extent.step, True
         yield stored
 
 
-async def _check_gap(history: History, reader: Reader | UnregisteredReader, expected: int) -> None:
-    first = (await history.state()).first_seq
+async def _check_gap(bus: Bus, reader: Reader | UnregisteredReader, expected: int, created: str) -> None:
+    first = (await shard_extents(bus.jet))[created].first_seq
     if first <= expected:
         return
     if reader.row.policy != LEAVE:
@@ -224,15 +238,16 @@ async def show_cursors(bus: Bus, args: argparse.Namespace) -> int:
     if args.forget:
         await Cursors(bus).drop(args.forget)
         console.print(f"{args.forget}: forgotten")
-    state, places = await bus.samples.info(), await Cursors(bus).all()
+    extents, places = await shard_extents(bus.jet), await Cursors(bus).all()
     for name, place in places.items():
-        if place.created != state.created:
+        extent = extents.get(place.created)
+        if extent is None:
             kept = "of an earlier stream, which is gone"
         elif place.given_up:
             kept = "given up: the stream was too full to wait for it"
         else:
             kept = "trimming waits for it" if place.policy == WAIT else "trimming does not wait for it"
-        behind = max(0, state.last_seq - place.floor)
+        behind = 0 if extent is None else extent.behind(place.floor)
         text = f"{name}: at {place.floor}, {behind} messages behind; {kept}; read by {place.owner}"
         console.print(text, markup=False)
     if not places:

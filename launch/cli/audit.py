@@ -17,7 +17,7 @@ from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.run import summary
 from tidemill.launch.run.accounting import read_accounts
-from tidemill.launch.run.run_end import end_of, wait_ended
+from tidemill.launch.run.run_end import end_of, new_end
 from tidemill.launch.settings.config_loader import from_map
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints import disk
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def show_audit(bus: Bus, args: argparse.Namespace) -> int:
     """Print the accounting, and write it to ``args.summary``; return the exit code. Raises ValueError."""
-    end = await wait_ended(bus) if args.wait else await end_of(bus)
+    end = await new_end(bus) if args.wait and not args.ended else await end_of(bus)
     row, _ = await bus.rows("run").read(CONFIG_KEY)
     if row is None:
         raise ValueError(f"run {bus.run}: want one that a learner has begun (row run/{CONFIG_KEY}), got none")

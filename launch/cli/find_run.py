@@ -25,6 +25,9 @@ _RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
     """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError."""
+    address_file = Path(run_dir) / BUS_URL_FILE
+    if run_dir and not (Path(run_dir) / CONFIG_FILE).exists() and address_file.exists():
+        run_dir, bus = "", bus or address_file.read_text().strip()  # of `tidemill bus`: only `up` stores the settings
     if run_dir:
         root = Path(run_dir)
         if not (root / CONFIG_FILE).exists():

@@ -99,13 +99,13 @@ def with_commits_of_run(args: argparse.Namespace, loaded: Loaded, *, leads: bool
     A learner that does not lead the others waits for the row. Raises CheckFailed; ends the process without a bus.
     """
     from tidemill.bus.errors import BusError
-    from tidemill.launch.run.access import LEARNER
+    from tidemill.launch.run.access import learner_user
     from tidemill.launch.run.learner_process import began_with
 
     names, began = hub_names.names_in(to_map(loaded.config)), None
     if any(not name.is_pinned for name in names.values()):
         try:
-            address = bus_address(args, loaded.config, LEARNER)
+            address = bus_address(args, loaded.config, learner_user(loaded.config))
             began = asyncio.run(began_with(loaded.config, address, role="" if leads else "learner"))
         except BusError as error:
             print(f"{exit_codes.LINE}{error}", file=sys.stderr)

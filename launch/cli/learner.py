@@ -25,7 +25,7 @@ from tidemill.launch.cli.inputs import (
     with_iteration,
     with_probes,
 )
-from tidemill.launch.run.access import LEARNER
+from tidemill.launch.run.access import auth_dir, learner_user
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_config import RunConfig
 
@@ -87,10 +87,12 @@ def _run_learner(args: argparse.Namespace) -> int:
     """Run feeder and ranks to the last step, or until drained. Returns the exit code. Raises CheckFailed."""
     if args.shadow:
         of = loaded_config(args).config
-        if of.bus.auth:
-            raise ValueError("--shadow: want a bus without users: they have rights on one run, got bus.auth: true")
+        if of.bus.auth and args.shadow not in of.bus.auth_shadows:
+            want = f"[{', '.join((*of.bus.auth_shadows, args.shadow))}], with which the bus is started again"
+            raise ValueError(f"--shadow: want a user of the bus for it, bus.auth_shadows: {want}; got none")
         name = f"{of.run}-{args.shadow}"
         places = [f"run={name}", f"directory={of.root.parent / name}", f"model.path={of.model.path}"]
+        places += [f"bus.auth_dir={auth_dir(of)}"]
         args.set += [*places, f"debug.shadow_of={of.run}", "eval.every=0"]
     config = unprinted_config(args)
     if config is None:
@@ -123,13 +125,17 @@ def _run_node(args: argparse.Namespace, place: "NodePlace", launched: "Launched 
         config = loaded_config(args).config
     if not args.checked:
         loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
-        check_loaded(args, loaded, starts_workers=False, resumes=True)
+        try:
+            check_loaded(args, loaded, starts_workers=False, resumes=True)
+        except ValueError as refused:
+            _record_refusal(args, config, refused, leads=place.rank == 0)
+            raise
     config = with_iteration(args, loaded_config(args)).config
     from tidemill.launch.deploy import rank_parents
     from tidemill.launch.run import learner_process, process, run_end
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
-    address, words = bus_address(args, config, LEARNER), children_arguments(args)
+    address, words = bus_address(args, config, learner_user(config)), children_arguments(args)
     end = run_end.LearnerEnd(config, address, leads=place.rank == 0)
 
     async def work(draining: asyncio.Event, starts: learner_process.RankStarts) -> None:
@@ -154,6 +160,16 @@ def _run_node(args: argparse.Namespace, place: "NodePlace", launched: "Launched 
 
     ended = process.run(with_probes(args, body), drain_s=config.up.drain_s + 5, uvloop=False)
     return code() if ended == DONE else ended
+
+
+def _record_refusal(args: argparse.Namespace, config: RunConfig, refused: ValueError, *, leads: bool) -> None:
+    """Record that a learner was refused before it connected, if its bus is there: workers of its run need not wait."""
+    if not (args.bus or config.bus.url):
+        return
+    from tidemill.launch.run.run_end import REFUSED_S, LearnerEnd
+
+    end = LearnerEnd(config, bus_address(args, config, learner_user(config)), leads=leads)
+    asyncio.run(end.record_failure(refused, wait_s=REFUSED_S))
 
 
 def _run_parent(args: argparse.Namespace, config: RunConfig, place: "Launched") -> int:
@@ -182,7 +198,7 @@ def _run_feeder(args: argparse.Namespace) -> int:
     from tidemill.learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("feeder")
-    address, keys = bus_address(args, config, LEARNER), FeedKeys.read(args.feeder_keys)
+    address, keys = bus_address(args, config, learner_user(config)), FeedKeys.read(args.feeder_keys)
     return process.run(
         lambda draining: feeder_process.run_feeder(config, address, args.feeder_url, keys, draining, epoch=args.epoch),
         drain_s=config.up.drain_s,
@@ -198,5 +214,5 @@ def _run_rank(args: argparse.Namespace) -> int:
     from tidemill.learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
-    address, keys = bus_address(args, config, LEARNER), FeedKeys.read(args.feeder_keys)
+    address, keys = bus_address(args, config, learner_user(config)), FeedKeys.read(args.feeder_keys)
     return feeder_process.run_rank(config, address, args.feeder_url, keys, progress=args.progress)

@@ -58,6 +58,12 @@ COMMANDS: Mapping[str, str] = {
     "cursors": "registered readers of the samples and their positions; remove one",
     "debug": "find where numbers go wrong: compare dumps and weights, score prompts (docs/debugging.md)",
 }
+# Processes whose output is a log: it is lost, and no error, when its reader has ended or its disk is full
+_WITH_LOGS = frozenset(
+    {"learner", "feeder", "rank", "engine", "actor", "scorer", "host", "router", "bus", "teacher", "reward-server"}
+)
+# Options with which they print a result, and end
+_RESULTS = frozenset({"--print-config", "--make-users", "--help", "-h"})
 INNER = ("feeder", "rank")  # Commands with which the learner starts its processes; no help lists them
 # Modules of commands that share ``add`` and ``run``; each other command has a module of its name, or is in ``_WITH``.
 _MODULES = {**dict.fromkeys(("engine", "actor", "scorer"), "worker"), **dict.fromkeys(INNER, "learner")}
@@ -75,9 +81,10 @@ _WITH = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. 2 = wrong use, 78 = a wrong configuration (``bus/exit_codes.py``)."""
-    if arguments is None:
-        output.guard_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        prints_log = bool(_WITH_LOGS.intersection(words[:1])) and not _RESULTS.intersection(words)
+        output.guard_standard_files(is_log=prints_log)
     try:
         try:
             return _run(words)

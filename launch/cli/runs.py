@@ -40,12 +40,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(runs: list[RunOnBus]) -> None:
     sizes = ("stored", "reserved")
-    table = plain_table("run", "state", "step", *sizes, "processes", "learner", right=sizes)
+    rate = "tasks/s"
+    table = plain_table("run", "state", "step", *sizes, rate, "processes", "learner", right=(*sizes, rate))
     for row in runs:
         step = f"{row.step} of {row.steps}" if row.steps else str(row.step)
         roles = ", ".join(f"{count} {role}" for role, count in sorted(row.processes.items()))
-        stored, reserved = _megabytes(row.bytes), _megabytes(row.reserved_bytes)
-        table.add_row(*map(plain, (row.name, row.state, step, stored, reserved, roles, row.owner)))
+        stored, reserved = _megabytes(row.bytes), _megabytes(row.reserved_bytes) + ("" if row.has_quota else " + any")
+        most = f"<= {row.tasks_per_s:g}" if row.tasks_per_s else "any"
+        table.add_row(*map(plain, (row.name, row.state, step, stored, reserved, most, roles, row.owner)))
     Console(highlight=False, soft_wrap=True).print(table)
     print(f"{len(runs)} runs, {_megabytes(sum(row.bytes for row in runs))} stored")
 

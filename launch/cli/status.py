@@ -17,7 +17,7 @@ from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.bus.liveness.heartbeats import processes
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.readers import WAIT, Cursors
+from tidemill.bus.streams.readers import WAIT, Cursors, shard_extents
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle
@@ -72,6 +72,7 @@ async def read_status(bus: Bus) -> JsonObject:
     """Return all values of ``status`` as plain maps, lists and numbers, as ``--json`` prints them."""
     rows = await processes(bus, look_s=1.5)
     state, (waiting, leased) = await bus.samples.info(), await bus.tasks.backlog()
+    extents = await shard_extents(bus.jet)
     head, _ = await bus.rows("weights").read("head")
     plans, run_rows = await _read_plans(bus), bus.rows("run")
     metrics = plans.newest.metrics if plans.newest is not None else {}
@@ -107,10 +108,10 @@ async def read_status(bus: Bus) -> JsonObject:
         },
         "samples": _samples(state, plans, feeder),
         "cursors": {
-            name: {"floor": place.floor, "behind": state.last_seq - place.floor, "policy": place.policy}
+            name: {"floor": place.floor, "behind": extents[place.created].behind(place.floor), "policy": place.policy}
             | {"given_up": place.given_up}
             for name, place in (await Cursors(bus).all()).items()
-            if place.created == state.created
+            if place.created in extents
         },
         "processes": [_process(row, age, alive) for row, age in rows],
         "full": await bus.full(),  # why the bus stores nothing; empty while it does

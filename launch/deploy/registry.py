@@ -43,6 +43,10 @@ class RunOnBus:
     bytes: int = 0
     reserved_bytes: int = 0
     """Sum of the bounds of its streams, which the server keeps free for it."""
+    has_quota: bool = True
+    """All its streams have a bound."""
+    tasks_per_s: float = 0.0
+    """``bus.tasks_per_s``; 0 = no bound, or not known."""
     owner: str = ""
     """Machine of its learner, and its directory."""
     processes: dict[str, int] = field(default_factory=dict)
@@ -71,7 +75,9 @@ async def _sizes(connection: Connection) -> dict[str, RunOnBus]:
         run = runs.setdefault(match[1] or match[3], RunOnBus(name=match[1] or match[3]))
         run.has_tasks = run.has_tasks or match[2] == subjects.TASKS
         run.bytes += int(info["state"]["bytes"])
-        run.reserved_bytes += max(0, int(info["config"].get("max_bytes", -1)))
+        bound = int(info["config"].get("max_bytes", -1))
+        run.reserved_bytes += max(0, bound)
+        run.has_quota = run.has_quota and bound > 0
 
     await asyncio.gather(*map(add, await _stream_names(connection)))
     return runs
@@ -106,6 +112,7 @@ async def _fill(bus: Bus, run: RunOnBus) -> None:
         return
     run.processes = dict(Counter(row.role for row in live))
     run.steps = int(((config or {}).get("learner") or {}).get("steps") or 0)
+    run.tasks_per_s = float(((config or {}).get("bus") or {}).get("tasks_per_s") or 0.0)
     run.owner = _owner(live, config or {})
     if {"learner", "feeder"} & run.processes.keys():
         run.state = "running"

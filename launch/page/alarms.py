@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import LiveRow
@@ -80,5 +81,5 @@ def _of_metric(alarm: Alarm, step: int, since: tuple[int, float]) -> JsonObject:
         "metric": alarm.metric,
         "value": alarm.value,
         "threshold": alarm.threshold,
-        "link": f"#learning?m={alarm.metric}",
+        "link": f"#learning&q={quote(alarm.metric)}",
     }

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from tidemill.actors.engines.address_checks import unreachable
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.metrics import dictionary
 from tidemill.launch.page.columns import BUCKETS, MetricColumns, rounded
-from tidemill.launch.page.lanes import Lane
+from tidemill.launch.page.lanes import Lane, shown
 from tidemill.launch.page.reader import UNANSWERED_S, RunReader
-from tidemill.launch.page.texts import made_safe, safe
+from tidemill.launch.page.texts import made_safe, safe, to_json
 from tidemill.launch.run.desired import ROLES, LiveHost
 from tidemill.launch.run.pace import RECENT_STEPS
 from tidemill.launch.run.watch import SILENT_S
@@ -141,17 +143,18 @@ class RunAnswers:
     def overview(self) -> JsonObject:
         """Return the answers to: is it learning, is it healthy, what limits it."""
         reader = self._reader
-        waits = self._waits()
         return {
             **self.run(),
-            "facts": self._facts(),
-            "waits": waits,
-            "limit": self._limit(),
+            **self.summary(),
             "reward": {"metric": "data/reward_mean", "points": reader.metrics.points("data/reward_mean")},
             "evaluations": self.evaluations(),
             "pushes": list(reader.pushes)[-MAX_POINTS:],
             "alarms": reader.alarms.as_list(),
         }
+
+    def summary(self) -> JsonObject:
+        """Return the facts of the overview, the waits, and what limits the run."""
+        return {"facts": self._facts(), "waits": self._waits(), "limit": self._limit()}
 
     def evaluations(self) -> list[JsonObject]:
         """Return the newest scores by version and set."""
@@ -266,10 +269,14 @@ class RunAnswers:
     def series(
         self, names: Sequence[str] = (), first: int = 0, last: int = 0, buckets: int = BUCKETS, columns: object = None
     ) -> JsonObject:
-        """Return the reduced points of metrics; all of them without names. ``columns``: of another run."""
+        """Return the reduced points of metrics, which names and beginnings (``eval/*``) choose; all without any.
+
+        ``columns``: of another run.
+        """
         source = columns if isinstance(columns, MetricColumns) else self._reader.metrics
-        chosen = names or source.names
-        series = {name: source.points(name, first, last, buckets) for name in chosen}
+        chosen = source.choose(names) if names else source.names
+        # Encoded one by one: of a hundred thousand points at once, the search for cycles costs more than all the rest.
+        series = {name: msgspec.Raw(to_json(source.points(name, first, last, buckets))) for name in chosen}
         return {"x": "step", "from": first or source.first, "to": last or source.last, "series": series}
 
     def lags(self, first: int = 0, last: int = 0, buckets: int = 200) -> JsonObject:
@@ -307,7 +314,7 @@ class RunAnswers:
         return [_process(lane, unreachable(lane.row.nonce, alive)) for lane in lanes]
 
     def fleet(self, begin_s: float = 0.0, end_s: float = float("inf")) -> JsonObject:
-        """Return the processes, their segments and the pushes of the last hour."""
+        """Return the processes, their segments and the pushes of the last hour, and the engines by their samples."""
         reader = self._reader
         return {
             "now_s": reader.now_s,
@@ -316,6 +323,7 @@ class RunAnswers:
             "pushes": [push for push in reader.pushes if push["time_s"] >= begin_s][-MAX_POINTS:],
             "queue": self.queue(),
             "hosts": self._hosts(),
+            "engines": made_safe(reader.held.engines()),
         }
 
     def queue(self) -> JsonObject:
@@ -383,8 +391,8 @@ def described(name: str) -> JsonObject:
 
 def _process(lane: Lane, note: Sequence[str]) -> JsonObject:
     row = lane.row
-    names = ("role", "id", "host", "pid", "pool", "phase", "waits_for", "trouble", "version", "address")
-    process = {name: getattr(row, name) for name in names}
+    names = ("role", "id", "host", "pid", "pool", "phase", "waits_for", "trouble", "address")
+    process = {name: getattr(row, name) for name in names} | {"version": shown(row.version)}
     process |= {"lane": f"{row.role} {row.id}", "silent_s": round(lane.silent_s, 1), "restarts": lane.restarts}
     process |= {"tokens_per_second": None if lane.rate is None else round(lane.rate, 1), "load": row.load}
     process |= {"devices": row.capabilities.devices, "memory_bytes": row.capabilities.device_memory_bytes or None}

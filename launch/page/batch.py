@@ -71,10 +71,11 @@ def _pace(reader: RunReader, step: int) -> JsonObject:
     times = rows(_TIMES, "s")
     total, usual = (sum(row[name] for row in times) for name in ("value", "usual"))
     words = "about as long as the median step"
-    if total > SLOW * usual:
+    slow = total > SLOW * usual
+    if slow:
         slowest = max(times, key=lambda row: row["value"] - row["usual"])
         words = f"slow: {slowest['name']} took {slowest['value']:.3g} s, in the median step {slowest['usual']:.3g} s"
-    return {"pace": [*times, *rows(_SIZES, "")], "pace_words": words if times else ""}
+    return {"pace": [*times, *rows(_SIZES, "")], "pace_words": words if times else "", "slow": slow}
 
 
 async def _plan(reader: RunReader, step: int) -> Plan:

@@ -4,7 +4,7 @@ A step without a value of a metric has NaN there, which becomes null: the line b
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,15 @@ class MetricColumns:
     def names(self) -> list[str]:
         """Names of the metrics, sorted."""
         return sorted(self._columns)
+
+    def choose(self, names: Sequence[str]) -> list[str]:
+        """Return the names, those with an asterisk at their end replaced by the metrics that begin so."""
+        known = self.names
+        matches = [
+            [metric for metric in known if metric.startswith(name[:-1])] if name.endswith("*") else [name]
+            for name in names
+        ]
+        return list(dict.fromkeys(name for metrics in matches for name in metrics))
 
     def add(self, step: int, metrics: Mapping[str, float], stored_s: float) -> None:
         """Set the row of a step. A step before the first one, or far behind it, which no run records, is ignored."""
@@ -110,7 +119,7 @@ def reduced(values: NDArray[np.float32], first_step: int, buckets: int = BUCKETS
         return []
     begin, end = int(known[0]), int(known[-1]) + 1
     if end - begin <= 2 * buckets:
-        return _points(values, range(begin, end), first_step)
+        return _points(values, np.arange(begin, end), first_step)
     width = math.ceil((end - begin) / buckets)
     padded = np.full(width * buckets, np.nan, np.float32)
     padded[: end - begin] = values[begin:end]
@@ -120,11 +129,28 @@ def reduced(values: NDArray[np.float32], first_step: int, buckets: int = BUCKETS
     lows = starts + np.where(empty, np.inf, table).argmin(axis=1)
     highs = starts + np.where(empty, -np.inf, table).argmax(axis=1)
     rows = np.unique(np.concatenate([lows, highs]))
-    return _points(values, rows[rows < end].tolist(), first_step)
+    return _points(values, rows[rows < end], first_step)
 
 
-def _points(values: NDArray[np.float32], rows: Iterable[int], first_step: int) -> list[Point]:
-    return [[first_step + row, rounded(float(values[row]))] for row in rows]
+def _points(values: NDArray[np.float32], rows: NDArray[np.intp], first_step: int) -> list[Point]:
+    numbers = all_rounded(values[rows])
+    return [[step, number] for step, number in zip((first_step + rows).tolist(), numbers, strict=True)]
+
+
+def all_rounded(values: NDArray[np.float32]) -> list[float | None]:
+    """Return numbers of float32 with the seven digits that they have; None for those that are not finite.
+
+    A division of whole numbers gives the double nearest to the decimal number, so JSON has no more digits. Numbers
+    above 1e7, whose scale is no whole number, may have another last bit.
+    """
+    numbers = values.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = 10.0 ** (6 - np.floor(np.log10(np.abs(numbers))))
+        numbers = np.where(numbers == 0, 0.0, np.rint(numbers * scale) / scale)
+    rounded_numbers: list[float | None] = numbers.tolist()
+    for place in np.flatnonzero(~np.isfinite(numbers)).tolist():
+        rounded_numbers[place] = None
+    return rounded_numbers
 
 
 def rounded(value: float) -> float | None:

@@ -12,13 +12,10 @@ import base64
 import hashlib
 import html
 import logging
-import re
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
-from pathlib import Path
 
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
@@ -30,7 +27,7 @@ from tidemill.launch.page.batch import batch_of
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.samples import MAX_PAGE, SampleAnswers
 from tidemill.launch.page.serve import model_dirs, readers
-from tidemill.launch.page.server import STATIC
+from tidemill.launch.page.static_files import read_files
 from tidemill.launch.page.texts import to_json
 
 log = logging.getLogger(__name__)
@@ -39,9 +36,6 @@ MAX_BYTES = 24 << 20
 NUM_BATCHES = 20
 READ_S = 120.0  # Longest time for records and headers; what is read by then is exported
 AUDIT_S = 300.0
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w-]+)\.js";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:async )?function|class|const|let)", re.MULTILINE)
-_DECLARED = re.compile(r"^(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 
 
 async def export(bus: Bus, args: argparse.Namespace) -> int:
@@ -117,8 +111,9 @@ async def _data(reader: RunReader, answers: RunAnswers, samples: SampleAnswers) 
 
 def html_of(data: JsonObject, run: str) -> str:
     """Return the file. Raises ValueError for modules that cannot be joined."""
-    script, style = joined(STATIC), (STATIC / "app.css").read_text()
-    icon = base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
+    files = read_files()
+    script, style = (files[name].body.decode() for name in ("app.js", "app.css"))
+    icon = base64.b64encode(files["icon.svg"].body).decode()
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -141,35 +136,6 @@ def embedded(value: object) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def joined(folder: Path) -> str:
-    """Return all modules that ``app.js`` imports as one, each behind those that it imports.
-
-    Raises ValueError for an import in another form, a cycle, or a name that two modules declare.
-    """
-    texts: dict[str, str] = {}
-    needs: dict[str, list[str]] = {}
-    waiting = ["app"]
-    while waiting:
-        name = waiting.pop()
-        if name in texts:
-            continue
-        text = (folder / f"{name}.js").read_text()
-        needs[name] = _IMPORT.findall(text)
-        texts[name] = _EXPORT.sub("", _IMPORT.sub("", text))
-        if re.search(r"^(import|export)\b", texts[name], re.MULTILINE) or "</script" in texts[name]:
-            raise ValueError(f"{name}.js: want imports and exports of one line with names, and no end of a script")
-        waiting += needs[name]
-    owners: dict[str, str] = {}
-    for name, text in texts.items():
-        for declared in _DECLARED.findall(text):
-            if owners.setdefault(declared, name) != name:
-                raise ValueError(f"{declared}: want one module that declares it, got {owners[declared]} and {name}")
-    try:
-        return "\n".join(texts[name] for name in TopologicalSorter(needs).static_order())
-    except CycleError as error:
-        raise ValueError(f"modules: want no cycle of imports, got {error.args[1]}") from None
 
 
 def _version() -> str:

@@ -109,6 +109,7 @@ class Feed:
         if now_s >= self._processes_s + max(PROCESSES_EVERY_S, len(reader.rows) / PROCESSES_PER_S):
             self._processes_s = now_s
             self._add_changed(news, "processes", self._answers.processes())
+            self._add_changed(news, "overview", self._answers.summary())
         self._add_changed(news, "alarms", reader.alarms.as_list())
         self._add_changed(news, "flow", self._answers.flow())
         self._add_changed(news, "queue", self._answers.queue())

@@ -113,6 +113,26 @@ class HeldSamples:
             engine=names["engine"],
         )
 
+    def engines(self) -> list[dict[str, object]]:
+        """Return samples, tokens, newest version and versions behind the run of each engine, the last ones first.
+
+        Behind: the newest version of a sample, compared with the newest one of all samples that were stored before it.
+        An ended run has no live rows, but it has this.
+        """
+        order = np.argsort(self.seq)
+        train = self._names["kind"] == self._numbers.get("train", -1)
+        known = order[((self.seq > 0) & train & (self._whole["high"] >= 0))[order]]
+        versions, numbers = self._whole["high"][known], self._names["engine"][known]
+        behind, rows = _behind(versions), list[tuple[float, dict[str, object]]]()
+        for number in np.unique(numbers[numbers > 0]).tolist():
+            of_engine = numbers == number
+            mean = float(behind[of_engine].mean())
+            row = {"engine": self._texts[number], "samples": int(of_engine.sum()), "behind": round(mean, 2)}
+            row |= {"most_behind": int(behind[of_engine].max()), "version": int(versions[of_engine].max())}
+            row["tokens"] = int(np.maximum(self._whole["tokens"][known][of_engine], 0).sum())
+            rows.append((mean, row))
+        return [row for _, row in sorted(rows, key=lambda entry: -entry[0])]
+
     def _number(self, text: str | None) -> int:
         if text is None:
             return 0
@@ -153,6 +173,11 @@ class HeldSamples:
         counts = np.diff(starts, append=len(tasks))
         chosen = np.flatnonzero(counts >= 2)
         return {int(tasks[starts[at]]): (int(counts[at]), float(lows[at]), float(highs[at])) for at in chosen}
+
+
+def _behind(versions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how far each version, in the order of storing, is behind the newest one so far."""
+    return np.maximum.accumulate(versions) - versions
 
 
 def _some(value: int) -> int | None:

@@ -22,6 +22,11 @@ _KINDS = {
 }
 
 
+def shown(version: int) -> int | None:
+    """Return the version of a process; None for one that has none."""
+    return None if version < 0 else version
+
+
 @dataclass(slots=True)
 class Segment:
     """A stretch of time in one kind and version; ``end_s`` None = it goes on."""
@@ -34,7 +39,7 @@ class Segment:
 
     def as_map(self, lane: str) -> dict[str, object]:
         """Return the segment for the page."""
-        fields = {"lane": lane, "phase": self.kind, "begin_s": round(self.begin_s, 2), "version": self.version}
+        fields = {"lane": lane, "phase": self.kind, "begin_s": round(self.begin_s, 2), "version": shown(self.version)}
         return fields | {"end_s": None if self.end_s is None else round(self.end_s, 2), "words": self.words}
 
 

@@ -27,7 +27,7 @@ from tidemill.launch.samples.tokens import Vocabulary
 PAGE, MAX_PAGE = 100, 200
 SEARCHED = 100_000  # Headers that one request reads at most
 SEARCH_S = 2.0  # Seconds after which a search answers with what it has
-_CHUNK, _AT_ONCE = (256, 4096), 16
+_CHUNK, _AT_ONCE, _PAYLOADS = (256, 4096), 16, 4
 _LONGEST = 18  # Digits of a number in a query: it fits into 64 bits
 LONG = 2000  # Characters of a text beside others
 AT_A_TIME = 1000  # Headers that are compared before other requests have their turn
@@ -126,16 +126,22 @@ class SampleAnswers:
         chosen, state = PageFilter(words), await self._history.state()
         high = state.last_seq + 1 if before is None else min(before, state.last_seq + 1)
         rows: list[JsonObject] = []
+        candidates: list[Headline] = []  # Their headers fit; payloads are read several at once
         searched, deadline = 0, time.monotonic() + SEARCH_S
         first = max(1, state.first_seq)
         async for line in self._newest_first(high, first):
             searched, high = searched + 1, line.seq
-            if (row := await self._row(line, chosen, texts=texts)) is not None:
-                rows.append(row)
-            if len(rows) >= min(count, MAX_PAGE) or searched >= SEARCHED or time.monotonic() > deadline:
+            if chosen.fits(line, self._reader.held.disposition(line.seq), with_lag=False) is not False:
+                candidates.append(line)
+            left, over = min(count, MAX_PAGE) - len(rows), searched >= SEARCHED or time.monotonic() > deadline
+            if over or len(candidates) >= min(_PAYLOADS, left):
+                rows += await self._rows(candidates, chosen, texts=texts)
+                candidates = []
+            if over or len(rows) >= min(count, MAX_PAGE):
                 break
         else:
             high = first
+            rows += await self._rows(candidates, chosen, texts=texts)
         span = {"first_seq": first, "last_seq": state.last_seq, "filter": chosen.words}
         return {"rows": rows, "next": high if high > first else None, "searched": searched, **span}
 
@@ -153,6 +159,10 @@ class SampleAnswers:
             async for line in _interruptible(map(headline, reversed(chunk))):
                 yield line
             high, size = low, min(2 * size, _CHUNK[1])
+
+    async def _rows(self, lines: list[Headline], chosen: PageFilter, *, texts: bool) -> list[JsonObject]:
+        rows = await asyncio.gather(*[self._row(line, chosen, texts=texts) for line in lines])
+        return [row for row in rows if row is not None]
 
     async def _row(self, line: Headline, chosen: PageFilter, *, texts: bool) -> JsonObject | None:
         disposition = self._reader.held.disposition(line.seq)

@@ -8,8 +8,9 @@ With an operator (``launch.page.commands``) there are routes of commands, too; w
 
 import asyncio
 import logging
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from aiohttp import web
@@ -30,16 +31,16 @@ from tidemill.launch.page.feed import Feed
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.sample_view import MAX_TOKENS
 from tidemill.launch.page.samples import MAX_PAGE, PAGE, SampleAnswers
+from tidemill.launch.page.static_files import StaticFile, read_files
 from tidemill.launch.page.texts import safe, to_json
 
 log = logging.getLogger(__name__)
 
-STATIC = Path(__file__).with_name("static")
 RENDERER = "renderer-"  # Beginning of the names of users' modules, of which none of the page's own has it
 MAX_NAMES = 64  # Metrics in one request
 MAX_BODY_BYTES = 4 << 20
 LOADING_S = 1.0  # Longest wait of the first answers for the records that are read at the start
-_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png"}
+COMPRESSED_BYTES = 1 << 16  # Size from which on an answer is compressed
 Answer = Callable[[web.Request], Awaitable[JsonObject]]
 
 
@@ -59,7 +60,7 @@ class PageServer:
         """``commands``: routes of an operator. ``renderers``: directory of modules that draw samples."""
         self._renderers = renderers
         self._reader, self._answers, self._samples, self._compared = reader, answers, samples, compared
-        self._access, self.feed = access, Feed(reader, answers)
+        self._access, self.feed, self._files = access, Feed(reader, answers), read_files()
         self.listener = Listener(
             {**self._routes(), **(commands or {})},
             access,
@@ -95,8 +96,8 @@ class PageServer:
         }
         routes = {f"GET /api/{name}": Route.request(self._answered(answer)) for name, answer in answers.items()}
         return {
-            "GET /": Route.request(_file_answer("index.html")),
-            "GET /favicon.ico": Route.request(_file_answer("icon.svg")),
+            "GET /": Route.request(self._file_answer("index.html")),
+            "GET /favicon.ico": Route.request(self._file_answer("icon.svg")),
             "GET /static/{name}": Route.request(self._static),
             "GET /events": Route.request(self._events),
             **routes,
@@ -114,10 +115,11 @@ class PageServer:
             # The state may change while the bus is read: the position is of the time before.
             position = self.feed.position()
             body = to_json({**await answer(request), **position})
-            response = web.Response(body=body, content_type="application/json")
-            if len(body) > 1 << 16:
-                response.enable_compression()
-            return response
+            headers = {"Vary": "Accept-Encoding"}
+            if len(body) > COMPRESSED_BYTES and _takes_deflate(request):
+                # Level 1: all curves of a run are two megabytes, which level 6 takes seven times as long for.
+                body, headers["Content-Encoding"] = await asyncio.to_thread(zlib.compress, body, 1), "deflate"
+            return web.Response(body=body, content_type="application/json", headers=headers)
 
         return handler
 
@@ -169,7 +171,17 @@ class PageServer:
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        return await _file(name, self._renderer(name))
+        renderer = self._renderer(name)
+        file = self._files.get(name) if renderer is None else StaticFile.of(renderer.read_bytes(), ".js")
+        if file is None:
+            raise web.HTTPNotFound(text=f"no such file: {safe(name)[:80]}")
+        return _file(request, file)
+
+    def _file_answer(self, name: str) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return _file(request, self._files[name])
+
+        return handler
 
     async def _text(self, request: web.Request) -> JsonObject:
         view = await self._samples.view(_number(request.query, "seq", None))
@@ -181,7 +193,7 @@ class PageServer:
         return await self._samples.tokens(_number(query, "seq", None), start, count)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        with self.feed.viewer() as queue:
+        with self.feed.viewer() as queue, suppress(ConnectionResetError):  # a viewer that leaves
             headers = {**HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
             response = web.StreamResponse(headers=headers)
             await response.prepare(request)
@@ -217,26 +229,22 @@ async def _translated(request: web.Request, handler: Handler) -> web.StreamRespo
         return error_answer(503, "the bus has not answered in time; try again")
 
 
-def _file_answer(name: str) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return await _file(name)
+def _file(request: web.Request, file: StaticFile) -> web.Response:
+    """Return a file, or that the browser's copy is still the newest one."""
+    headers = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+    if any(tag.value == file.tag for tag in request.if_none_match or ()):
+        response = web.Response(status=304, headers=headers)
+    else:
+        deflated = len(file.deflated) < len(file.body) and _takes_deflate(request)
+        headers |= {"Content-Encoding": "deflate"} if deflated else {}
+        body = file.deflated if deflated else file.body
+        response = web.Response(body=body, content_type=file.content_type, charset="utf-8", headers=headers)
+    response.etag = file.tag
+    return response
 
-    return handler
 
-
-async def _file(name: str, renderer: Path | None = None) -> web.StreamResponse:
-    """Return a file of the page; only names that are in its folder exist. ``renderer``: a user's file of this name."""
-    if renderer is None and name not in {file.name for file in STATIC.glob("*")}:
-        raise web.HTTPNotFound(text=f"no such file: {safe(name)[:80]}")
-    suffix = Path(name).suffix
-    kind = "text/html" if name == "index.html" else _TYPES.get(suffix)
-    if kind is None:
-        raise web.HTTPNotFound(text=f"no such file: {safe(name)[:80]}")
-    charset = None if suffix == ".png" else "utf-8"
-    headers = {"Cache-Control": "no-cache"}
-    return web.Response(
-        body=(renderer or STATIC / name).read_bytes(), content_type=kind, charset=charset, headers=headers
-    )
+def _takes_deflate(request: web.Request) -> bool:
+    return "deflate" in request.headers.get("Accept-Encoding", "")
 
 
 def _number(query: Mapping[str, str], name: str, default: int | None, low: int = 0, high: int = 1 << 62) -> int:

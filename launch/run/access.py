@@ -17,7 +17,7 @@ from tidemill.launch.settings.run_config import RunConfig
 if TYPE_CHECKING:
     from tidemill.bus.liveness.keys import Keys
 
-VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
+VIEWER, OPERATOR, LEARNER, SHADOW = "viewer", "operator", "learner", "shadow"
 AUTH_DIR = "auth"
 ALLOW_VARIABLE = "TIDEMILL_ALLOW"  # Variable with patterns, as --allow, separated by blanks
 # Files in the same directory with the keys that HTTP requests to engines and routers of the run must have.
@@ -56,6 +56,12 @@ def address_line(url: str, config: RunConfig | None, user: str, environment: Map
     if config is not None:
         settings, directory = vars(config.bus), auth_dir(config)
     return _line(url, settings, directory, user, environment)
+
+
+def learner_user(config: RunConfig) -> str:
+    """Return the user of the bus that a learner of this configuration is; a shadow has one of its own."""
+    of = config.debug.shadow_of
+    return f"{SHADOW}-{config.run.removeprefix(f'{of}-')}" if of else LEARNER
 
 
 def viewer_line(

@@ -16,10 +16,13 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
+from tidemill.bus.wire.rows import HistoryRow, PlanMark
 from tidemill.bus.wire.shards import Position, Shards, is_behind
 from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of
+from tidemill.learner.buffer.sample_index import index_of
+from tidemill.learner.feed.history import largest_lag, read_history
 
 EVERYTHING = 1 << 62  # Number of newest samples to read; more than any stream has
 _MAX_PROBLEMS = 20  # Most descriptions of problems that are kept
@@ -106,8 +109,9 @@ async def audit(
     ``cursor`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared;
     ``after``: version -> position that its samples come after (0 if it is missing).
     """
-    reading = _Audit(cursor, versions, after or {}, vocab_size)
-    async for _, record in bus.plans.scan():
+    history = await read_history(bus)
+    reading = _Audit(cursor, versions, after or {}, vocab_size, history)
+    async for _, record in bus.plans.scan(history.removed.seq + 1 if history.removed else 1):
         reading.record(record)
     async for task in bus.tasks.scan():
         if task.kind is Kind.TRAIN:
@@ -128,9 +132,19 @@ class _Audit:
         versions: Mapping[int, int] | None,
         after: Mapping[int, Position],
         vocab_size: int | None,
+        history: HistoryRow,
     ) -> None:
         self._cursor, self._versions, self._after, self._vocab_size = cursor, versions, after, vocab_size
-        self.accounting = RunAccounting()
+        self.accounting = RunAccounting(
+            published=history.trained + sum(history.dropped.values()),
+            trained=history.trained,
+            trained_here=history.trained,
+            dropped=Counter(history.dropped),
+            tasks_given_up=Counter(history.given_up),
+            max_lag_trained=history.max_lag,
+        )
+        # Samples that were settled by records that are gone
+        self._removed = _cursor_at(history.removed)
         self.outcomes: list[Done] = []
         self._plans: dict[int, Plan] = {}
         self._step_of_seq: dict[int, int] = {}
@@ -159,6 +173,8 @@ class _Audit:
             for task in record.tasks.tolist():
                 self._dropped_task[task] = record.reason
             for seq in record.seqs.tolist():
+                if self._was_settled(seq):
+                    self._twice(f"sample {seq} is given up ({record.reason}) and was settled before")
                 if step := self._step_of_seq.get(seq):
                     self._twice(f"sample {seq} is given up ({record.reason}) and trained in step {step}")
                 self._dropped_seq[seq] = record.reason
@@ -182,10 +198,14 @@ class _Audit:
         places = [(task, index) for task, size in sizes.items() for index in range(size)]
         self._sizes.update(sizes)
         for seq, place in zip(plan.seqs.tolist(), places, strict=True):
-            if seq in self._step_of_seq or seq in self._dropped_seq:
+            if seq in self._step_of_seq or seq in self._dropped_seq or self._was_settled(seq):
                 self._twice(f"sample {seq} is in step {plan.step} and was settled before")
             self._step_of_seq[seq], self._planned[seq] = plan.step, place
         self.accounting.trained += len(plan.seqs)
+
+    def _was_settled(self, seq: int) -> bool:
+        """Return whether a record that is gone has settled the sample."""
+        return self._removed is not None and seq in self._removed
 
     def task(self, task: Task) -> None:
         """Count one training task, after all records."""
@@ -230,9 +250,9 @@ class _Audit:
                 self.accounting.published += 1
                 self.accounting.dropped[self._dropped_seq[seq]] += 1
             else:
-                unclaimed += self._cursor is None or seq not in self._cursor
+                unclaimed += not self._was_settled(seq) and (self._cursor is None or seq not in self._cursor)
         for plan in {self._step_of_seq[seq]: self._plans[self._step_of_seq[seq]] for seq in self._found}.values():
-            self.accounting.max_lag_trained = max(self.accounting.max_lag_trained, _largest_lag(plan))
+            self.accounting.max_lag_trained = max(self.accounting.max_lag_trained, largest_lag(plan))
         if unclaimed:
             text = f"{unclaimed} trimmed sequences are in no record and not behind the checkpoint's cursor"
             self._lost(text, unclaimed)
@@ -284,7 +304,7 @@ class _Audit:
             return field_of(error)
         if sample.status is Status.PENDING:
             return "status"
-        return "version" if self._names_no_version(seq, sample) else mismatch(task, sample, 0)
+        return "version" if self._names_no_version(seq, sample) else mismatch(task, index_of(seq, sample), 0)
 
     def _names_no_version(self, seq: int, sample: Sample) -> bool:
         if self._versions is None:
@@ -364,10 +384,8 @@ class _Audit:
         self._lost(text)
 
 
-def _largest_lag(plan: Plan) -> int:
-    """Return the largest lag of the tokens a plan may train: an upper bound, for samples that are trimmed."""
-    oldest = min(plan.version_steps.values(), default=plan.step - 1)
-    return plan.step - 1 - (oldest if plan.oldest_step is None else max(oldest, plan.oldest_step))
+def _cursor_at(mark: PlanMark | None) -> CheckpointCursor | None:
+    return None if mark is None else CheckpointCursor(0, frozenset(mark.settled), floors=mark.floors)
 
 
 def mean(values: list[float]) -> float:

@@ -8,11 +8,11 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 
 from tidemill.bus import exit_codes
 from tidemill.bus.config import BusConfig
-from tidemill.bus.errors import BusError, NotFound
+from tidemill.bus.errors import BusError, BusUnavailable, NotFound
 from tidemill.bus.liveness.heartbeats import processes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside, first_error
@@ -25,6 +25,8 @@ from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)
 
+RESUME_S = 60.0  # Time for the learner of a resumed run, which may start after its workers
+REFUSED_S = 3.0  # Longest wait for the bus by a learner that is refused before it connects
 AT_END_S = 10.0  # Longest wait for the bus by a process that ends
 LOOK_EVERY_S = 5.0  # Reads of the row beside the wake-ups of its changes
 NOT_RESTARTED = frozenset({exit_codes.WRONG_USE, exit_codes.CONFIG})
@@ -50,6 +52,31 @@ async def wait_ended(bus: Bus) -> EndRow:
             await asyncio.sleep(LOOK_EVERY_S)
 
 
+async def new_end(bus: Bus, *, resume_s: float = RESUME_S) -> EndRow:
+    """Return the end of the run once it has ended. Raises BusUnavailable for a closed bus.
+
+    One that is there at first may be of a run that is resumed: a learner with steps left removes it. It counts when no
+    learner has been there for ``resume_s``.
+    """
+    first, seen_s = await end_of(bus), time.monotonic()
+    while first is not None and time.monotonic() - seen_s < resume_s:
+        if await _removed(bus, first, min(LOOK_EVERY_S, resume_s)):
+            break
+        if any(row.role in ("learner", "feeder") and not age for row, age in await processes(bus)):
+            seen_s = time.monotonic()
+    return await wait_ended(bus)
+
+
+async def _removed(bus: Bus, end: EndRow, within_s: float) -> bool:
+    """Return whether the row is removed or replaced within so many seconds."""
+    with suppress(TimeoutError, BusUnavailable):
+        async with asyncio.timeout(within_s):
+            async for row in bus.rows("run").watch(END_KEY, LOOK_EVERY_S):
+                if row is None or row_of(EndRow, row[0]) != end:
+                    return True
+    return False
+
+
 def until_end(
     bus_url: str, run: str, draining: asyncio.Event, *, name: str, on: bool, ended: asyncio.Event | None = None
 ) -> AbstractAsyncContextManager[None]:
@@ -66,7 +93,7 @@ async def _drain_at_end(
     run = run or await found_run(bus_url, name, draining)
     if run:
         async with connect(bus_url, run, BusConfig(), name=name, wait_s=LONG_WAIT_S) as bus:
-            end = await wait_ended(bus)
+            end = await new_end(bus)
         log.info("the run has ended, so this process drains outcome=%s reason=%s", end.outcome, end.reason)
         if ended is not None:
             ended.set()
@@ -87,10 +114,7 @@ class LearnerEnd:
         try:
             yield
         except Exception as failure:
-            error = first_error(failure)
-            if self._leads and exit_codes.of(error) in NOT_RESTARTED:
-                with _reported():
-                    await self._record_failure(error)
+            await self.record_failure(first_error(failure))
             raise
         if draining.is_set():
             self.drained = True
@@ -99,8 +123,14 @@ class LearnerEnd:
                     end = await end_of(bus)
                     self.drained = end is None or end.outcome is not Outcome.DONE
 
-    async def _record_failure(self, error: BaseException) -> None:
-        async with self._bus() as bus:
+    async def record_failure(self, error: BaseException, *, wait_s: float = AT_END_S) -> None:
+        """Write the row of a learner that no restart cures, where there is a bus within ``wait_s``."""
+        if self._leads and exit_codes.of(error) in NOT_RESTARTED:
+            with _reported():
+                await self._write_failure(error, wait_s)
+
+    async def _write_failure(self, error: BaseException, wait_s: float) -> None:
+        async with self._bus(wait_s) as bus:
             rows = bus.rows("run")
             if await _other_feeder(bus):
                 log.warning("the row of the end is not written: another learner of run %s works", bus.run)
@@ -121,9 +151,9 @@ class LearnerEnd:
             await rows.change(END_KEY, failed, replace_unreadable=True)
 
     @asynccontextmanager
-    async def _bus(self) -> AsyncIterator[Bus]:
+    async def _bus(self, wait_s: float = AT_END_S) -> AsyncIterator[Bus]:
         config = self._config
-        async with asyncio.timeout(AT_END_S), connect(self._bus_url, config.run, config.bus, name="learner") as bus:
+        async with asyncio.timeout(wait_s), connect(self._bus_url, config.run, config.bus, name="learner") as bus:
             yield bus
 
 

@@ -6,14 +6,14 @@ A sample may be read before the issue of its task is confirmed; it waits here un
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 from tidemill.bus.errors import WireError
-from tidemill.bus.wire.messages import Kind, Sample, Status, Task
+from tidemill.bus.wire.messages import Kind, Status, Task
 from tidemill.bus.wire.shards import Position, is_behind
-from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, mismatch
+from tidemill.learner.buffer.groups import SampleGroup, mismatch
 from tidemill.learner.buffer.ledger import SampleAccounting, SettledIds, SettledSamples, count_of, field_of
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.sample_index import NO_TEACHER, SampleIndex
 from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 
 EARLY_IDS = 64
@@ -46,12 +46,8 @@ class Arrival:
     """True if the next record may be another one than before."""
 
 
-class EarlySample(NamedTuple):
-    """A sample of a task that is not issued yet, as it was read."""
-
-    seq: int
-    sample: Sample
-    actor: str
+_SEEN, _EVAL, _DUPLICATE = Arrival(Disposition.SEEN), Arrival(Disposition.EVAL), Arrival(Disposition.DUPLICATE)
+_BUFFERED = Arrival(Disposition.BUFFERED)
 
 
 class EvalTasks:
@@ -74,7 +70,7 @@ class EvalTasks:
         """Return the number of samples of an open task; None = it is not open."""
         return self._sizes.get(task_id)
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: SampleIndex) -> None:
         """Note a sample."""
         self._seen.setdefault(sample.task, set()).add(sample.index)
 
@@ -120,14 +116,16 @@ class KnownVersions:
         self.note(version, step)
         self._after[version] = after
 
-    def unread(self, sample: Sample) -> set[int]:
+    def unread(self, sample: SampleIndex) -> set[int]:
         """Return the versions of a sample with rows that were not read."""
-        return {span.version for span in sample.spans if span.version not in self._after}
+        return {version for version, _ in sample.by_version if version not in self._after}
 
-    def made(self, sample: Sample, seq: int) -> bool:
-        """Return whether its versions can have made a sample at ``seq``: all are known, and none is newer than it."""
-        versions = [span.version for span in sample.spans]
-        return all(name in self.steps and not is_behind(seq, self._after.get(name, (0,))) for name in versions)
+    def made(self, sample: SampleIndex) -> bool:
+        """Return whether its versions can have made a sample: all are known, and none is newer than it."""
+        for version, _ in sample.by_version:
+            if version not in self.steps or is_behind(sample.seq, self._after.get(version, (0,))):
+                return False
+        return True
 
 
 class Arrivals:
@@ -140,7 +138,7 @@ class Arrivals:
         self.samples, self.tasks = SettledSamples(floors), SettledIds()
         """Ids of SAMPLES and of TASKS."""
         self.versions, self.evals, self.counts = KnownVersions(), EvalTasks(), SampleAccounting()
-        self._early: dict[int, list[EarlySample]] = {}
+        self._early: dict[int, list[SampleIndex]] = {}
         """Samples of tasks that are not issued yet, by task."""
         self._early_dead: set[int] = set()
         """Tasks that their actors gave up before their issue was confirmed."""
@@ -162,40 +160,45 @@ class Arrivals:
         """Place the samples that came before the issue of this task."""
         # Ids are issued in order, so the samples of smaller ids name no task.
         for task_id in [task_id for task_id in self._early if task_id <= issued.id]:
-            for seq, sample, actor in self._early.pop(task_id):
+            for sample in self._early.pop(task_id):
                 if task_id == issued.id and issued.kind is Kind.TRAIN:
-                    self._place(seq, sample, now, actor)
+                    self._place(sample, now)
                 else:
-                    self._refuse(seq, "task", actor)
+                    self._refuse(sample.seq, "task", sample.actor)
         self.evals.forget_unissued(issued.id)
         self._settle_eval(issued.id)
         dead, self._early_dead = issued.id in self._early_dead, {id_ for id_ in self._early_dead if id_ > issued.id}
         if dead:
             self.abandon(issued.id, "dead")
 
-    def add(self, seq: int, sample: Sample | WireError, now: float, actor: str) -> Arrival:
-        """Classify a message of SAMPLES, as ``DataSource.add``."""
+    def add(self, sample: SampleIndex, now: float) -> Arrival:
+        """Classify a sample, as ``DataSource.add``."""
         # At a restart the stream is read again from the cursor, and each message counts once.
-        if not self.samples.see(seq):
-            return Arrival(Disposition.SEEN)
-        if isinstance(sample, Sample) and sample.kind is Kind.EVAL:
-            return self._add_eval(seq, sample)
+        if not self.samples.see(sample.seq):
+            return _SEEN
+        if sample.kind is Kind.EVAL:
+            return self._add_eval(sample)
         self.counts.published += 1
-        if isinstance(sample, WireError):
-            return self._refuse(seq, field_of(sample), actor)
         if sample.status in (Status.FAILED, Status.ABORTED) and sample.run == self._rules.run:
             self.counts.dropped[sample.status.value] += 1
-            return self._settle(seq, Arrival(Disposition.DROPPED, sample.status.value))
-        if field_name := self._unusable_field(sample, seq):
-            return self._refuse(seq, field_name, actor)
+            return self._settle(sample.seq, Arrival(Disposition.DROPPED, sample.status.value))
+        if field_name := self._unusable_field(sample):
+            return self._refuse(sample.seq, field_name, sample.actor)
         if self.tasks.knows(sample.task):
-            return self._place(seq, sample, now, actor)
+            return self._place(sample, now)
         if not self._may_come_early(sample):
-            return self._refuse(seq, "task", actor)
-        self._early.setdefault(sample.task, []).append(EarlySample(seq, sample, actor))
-        return Arrival(Disposition.BUFFERED)
+            return self._refuse(sample.seq, "task", sample.actor)
+        self._early.setdefault(sample.task, []).append(sample)
+        return _BUFFERED
 
-    def _unusable_field(self, sample: Sample, seq: int) -> str:
+    def refuse(self, seq: int, error: WireError, actor: str) -> Arrival:
+        """Count a message that is no valid sample, as ``DataSource.refuse``."""
+        if not self.samples.see(seq):
+            return _SEEN
+        self.counts.published += 1
+        return self._refuse(seq, field_of(error), actor)
+
+    def _unusable_field(self, sample: SampleIndex) -> str:
         """Return the first field for which no task can use a sample; empty = none."""
         if sample.run != self._rules.run:
             return "run"
@@ -207,37 +210,39 @@ class Arrivals:
             return "teacher_log_probs"
         # Before the task is looked up, because a sample that comes before its task is placed later without this check.
         # The answer is the same at every reading of the stream (docs/decisions/016).
-        return "" if self.versions.made(sample, seq) else "version"
+        return "" if self.versions.made(sample) else "version"
 
-    def _place(self, seq: int, sample: Sample, now: float, actor: str) -> Arrival:
+    def _place(self, sample: SampleIndex, now: float) -> Arrival:
         group = self.groups.get(sample.task)
         if group is None:
-            return self._duplicate(seq)
+            return self._duplicate(sample.seq)
         # Before the look for a duplicate: an invalid sample must not block a valid one of its index.
-        if field_name := mismatch(group.task, sample, self._rules.max_context):
-            return self._refuse(seq, field_name, actor)
+        if field_name := mismatch(group.task, sample, self._rules.max_context, group.context):
+            return self._refuse(sample.seq, field_name, sample.actor)
         if sample.index in group.samples:
-            return self._duplicate(seq)
-        group.add(BufferedSample.of(seq, sample))
+            return self._duplicate(sample.seq)
+        group.add(sample)
         group.touched_s = now
-        return Arrival(Disposition.BUFFERED, fills_group=group.full, may_decide=group.full or bool(group.abandoned))
+        if not (group.full or group.abandoned):
+            return _BUFFERED
+        return Arrival(Disposition.BUFFERED, fills_group=group.full, may_decide=True)
 
-    def _add_eval(self, seq: int, sample: Sample) -> Arrival:
+    def _add_eval(self, sample: SampleIndex) -> Arrival:
         self.counts.eval += 1
         # Of another status, its task is tried again, or dead.
         if sample.status in (Status.COMPLETED, Status.TRUNCATED) and self._is_awaited(sample):
             self.evals.add(sample)
             self._settle_eval(sample.task)
-        return self._settle(seq, Arrival(Disposition.EVAL))
+        return self._settle(sample.seq, _EVAL)
 
-    def _is_awaited(self, sample: Sample) -> bool:
+    def _is_awaited(self, sample: SampleIndex) -> bool:
         """Return whether an evaluation task is open for it, or may be just being issued. Others are only counted."""
         size = self.evals.size(sample.task)
         if size is None:
             return not self.tasks.knows(sample.task) and self._may_come_early(sample)
         return sample.index < size
 
-    def _may_come_early(self, sample: Sample) -> bool:
+    def _may_come_early(self, sample: SampleIndex) -> bool:
         """Return whether its task may be one that is just being issued, and there is room to keep it until then."""
         if sample.task > self.tasks.seen_to + EARLY_IDS:
             return False
@@ -288,7 +293,7 @@ class Arrivals:
 
     def _duplicate(self, seq: int) -> Arrival:
         self.counts.duplicate += 1
-        return self._settle(seq, Arrival(Disposition.DUPLICATE))
+        return self._settle(seq, _DUPLICATE)
 
     def _settle(self, seq: int, arrival: Arrival) -> Arrival:
         self.samples.settle(seq)
@@ -309,7 +314,7 @@ def _refuse_other_sampling(task: Task, rules: DataRules) -> None:
         )
 
 
-def _is_taught(sample: Sample, teacher_top_k: int) -> bool:
+def _is_taught(sample: SampleIndex, teacher_top_k: int) -> bool:
     """Return whether it has the teacher's scores that the loss needs; one without tokens needs no listed tokens."""
     listed = sample.teacher_top_k == teacher_top_k or not teacher_top_k or not sample.response_length
-    return sample.teacher_log_probs is not None and listed
+    return sample.teacher_top_k != NO_TEACHER and listed

@@ -14,7 +14,7 @@ import msgpack
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Task
+from tidemill.bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Settle, Task
 from tidemill.bus.wire.shards import Position
 from tidemill.learner.buffer import ledger, plans
 from tidemill.learner.buffer.admission import Admission, Requeues, TaskDemand
@@ -23,6 +23,7 @@ from tidemill.learner.buffer.groups import SampleGroup, Verdict
 from tidemill.learner.buffer.ledger import ROWS, SCHEMA, SampleAccounting, SettledIds, SettledSamples, read_state
 from tidemill.learner.buffer.plans import GENESIS, Waits, chain_of, is_filtered
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.sample_index import SampleIndex
 from tidemill.learner.errors import ReplayMismatch
 
 REISSUED = frozenset({"stale", "lost"})
@@ -79,13 +80,22 @@ class DataSource:
 
     # ---- receive
 
-    def add(self, seq: int, sample: Sample | WireError, now: float, actor: str = "") -> Arrival:
-        """Classify a message of SAMPLES; call it in stream order. ``actor``: as in the subject.
+    def add(self, sample: SampleIndex, now: float) -> Arrival:
+        """Classify a sample of SAMPLES; call this and ``refuse`` in stream order.
 
         The caller looks up the ``unread_versions`` of the sample first: a version that is still unknown has no row, and
         the sample is invalid.
         """
-        return self._arrivals.add(seq, sample, now, actor)
+        return self._arrivals.add(sample, now)
+
+    def refuse(self, seq: int, error: WireError, actor: str = "") -> Arrival:
+        """Count a message of SAMPLES that is no valid sample. ``actor``: as in the subject."""
+        return self._arrivals.refuse(seq, error, actor)
+
+    def take_settled(self) -> list[int]:
+        """Return the sequences that were settled since the last call."""
+        settled, self._arrivals.samples.newly_settled = self._arrivals.samples.newly_settled, []
+        return settled
 
     def dead(self, task_id: int) -> bool:
         """Mark a task as dead: the next records settle it. Its actor may give it up before its issue is confirmed.
@@ -171,7 +181,7 @@ class DataSource:
         """(version, step) of the newest published weights."""
         return self._admission.head
 
-    def unread_versions(self, sample: Sample) -> set[int]:
+    def unread_versions(self, sample: SampleIndex) -> set[int]:
         """Return the versions of a sample for which ``version`` has not been called."""
         return self._arrivals.versions.unread(sample)
 
@@ -298,9 +308,9 @@ class DataSource:
 
     # ---- inspect: the first three before ``apply``, which removes the groups of the record
 
-    def samples(self, plan: Plan) -> list[Sample]:
+    def samples(self, plan: Plan) -> list[SampleIndex]:
         """Return the samples of a plan, in its order."""
-        samples = {row.seq: row.sample for group in self._open_groups(plan) for row in group.samples.values()}
+        samples = {sample.seq: sample for group in self._open_groups(plan) for sample in group.samples.values()}
         return [samples[seq] for seq in plan.seqs.tolist()]
 
     def scored(self, record: PlanRecord) -> list[tuple[Task, list[float]]]:

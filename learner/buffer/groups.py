@@ -2,43 +2,10 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
-import numpy as np
-
-from tidemill.bus.wire.messages import Sample, Task
+from tidemill.bus.wire.messages import Task
 from tidemill.learner.buffer.rules import DataRules
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferedSample:
-    """A buffered sample: its sequence in SAMPLES, and the facts that decisions depend on."""
-
-    seq: int
-    index: int
-    lengths: tuple[int, ...]
-    """Tokens of each sequence."""
-    score: float
-    by_version: tuple[tuple[int, int], ...]
-    """(version, trainable tokens) of each span, zeros included."""
-    demonstration: bool
-    """The sample's field ``demonstration``."""
-    sample: Sample = field(repr=False)
-
-    @staticmethod
-    def of(seq: int, sample: Sample) -> "BufferedSample":
-        """Return the sample that SAMPLES has at ``seq``."""
-        ends = list(accumulate((span.num_tokens for span in sample.spans), initial=0))
-        counts = [np.count_nonzero(sample.loss_mask[begin:end]) for begin, end in pairwise(ends)]
-        return BufferedSample(
-            seq=seq,
-            index=sample.index,
-            lengths=tuple(size.num_tokens for size in sample.sizes),
-            score=sample.score,
-            by_version=tuple((span.version, int(count)) for span, count in zip(sample.spans, counts, strict=True)),
-            demonstration=sample.demonstration,
-            sample=sample,
-        )
+from tidemill.learner.buffer.sample_index import SampleIndex, context_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +27,7 @@ class SampleGroup:
     task: Task
     touched_s: float
     """Time of its issue or of its last sample (monotonic clock)."""
-    samples: dict[int, BufferedSample] = field(default_factory=dict)
+    samples: dict[int, SampleIndex] = field(default_factory=dict)
     """Samples by index."""
     abandoned: str = ""
     """Reason to settle the task without training it, unless it is dead and has enough samples; empty = none."""
@@ -70,16 +37,21 @@ class SampleGroup:
     """The buffer filters' decision for the next step; None = none."""
     masked: frozenset[int] = frozenset()
     """Sequences of the samples that are not trained."""
+    context: bytes = field(init=False)
+    """Digest of the prompt's tokens, which samples of a single turn have."""
     _by_step: dict[int, int] | None = None
     _versions: set[int] | None = None
 
-    def add(self, sample: BufferedSample) -> None:
+    def __post_init__(self) -> None:
+        self.context = context_of(self.task.prompt_tokens)
+
+    def add(self, sample: SampleIndex) -> None:
         """Add a sample of this task."""
         # To a group of a dead task that is trained with fewer samples one may still come: it is judged anew.
         self.samples[sample.index], self._versions, self.verdict, self.choice = sample, None, None, None
         self.mask(frozenset())
 
-    def keep(self, seqs: Collection[int]) -> list[BufferedSample]:
+    def keep(self, seqs: Collection[int]) -> list[SampleIndex]:
         """Remove the samples that are not in ``seqs``, and return them."""
         late_samples = [sample for sample in self.samples.values() if sample.seq not in seqs]
         for sample in late_samples:
@@ -127,7 +99,7 @@ class SampleGroup:
         return all(sample.demonstration for sample in self.samples.values())
 
     @property
-    def rows(self) -> list[BufferedSample]:
+    def rows(self) -> list[SampleIndex]:
         """Samples in the order of their index."""
         return [self.samples[index] for index in sorted(self.samples)]
 
@@ -160,8 +132,11 @@ class SampleGroup:
         return self._by_step
 
 
-def mismatch(task: Task, sample: Sample, max_context: int) -> str:
-    """Return the first field of a sample that contradicts its task; empty if none does."""
+def mismatch(task: Task, sample: SampleIndex, max_context: int, context: bytes | None = None) -> str:
+    """Return the first field of a sample that contradicts its task; empty if none does.
+
+    ``context``: digest of the task's prompt, where it is known.
+    """
     if sample.group_size != task.group_size:
         return "group_size"
     if not 0 <= sample.index < task.group_size:
@@ -172,23 +147,21 @@ def mismatch(task: Task, sample: Sample, max_context: int) -> str:
     # The task, not the sample, decides whether the tokens may begin otherwise than with the task's prompt.
     if sample.rollout != task.rollout:
         return "rollout"
-    if field_name := _episode_mismatch(task, sample) if task.rollout else _single_turn_mismatch(task, sample):
-        return field_name
-    return "length" if max_context and max(size.num_tokens for size in sample.sizes) > max_context else ""
-
-
-def _single_turn_mismatch(task: Task, sample: Sample) -> str:
-    if len(sample.sequences) > 1:
+    if task.rollout:
+        if field_name := _episode_mismatch(task, sample):
+            return field_name
+    elif len(sample.sizes) > 1:
         return "sequences"
-    prompt = len(sample.tokens) - sample.response_length
-    return "" if np.array_equal(sample.tokens[:prompt], task.prompt_tokens) else "prompt"
+    elif sample.context != (context or context_of(task.prompt_tokens)):
+        return "prompt"
+    return "length" if max_context and max(sample.lengths) > max_context else ""
 
 
-def _episode_mismatch(task: Task, sample: Sample) -> str:
+def _episode_mismatch(task: Task, sample: SampleIndex) -> str:
     if sample.prompt != task.prompt:
         return "prompt"
     if not sample.response_length:  # there may be no token at all, and so no row to train
         return "response_length"
-    if task.budget is not None and 0 < task.budget.total_tokens < len(sample.tokens):
+    if task.budget is not None and 0 < task.budget.total_tokens < sample.num_tokens:
         return "length"
     return ""

@@ -82,6 +82,8 @@ class SettledSamples:
 
     def __init__(self, floors: Position, settled: Iterable[int] = ()) -> None:
         self._shards = Shards(len(floors))
+        self.newly_settled: list[int] = []
+        """Sequences settled since the caller has emptied it."""
         places = [self._shards.place(seq) for seq in settled]
         self._ids = [
             SettledIds(self._shards.place(floor)[1], [local for of, local in places if of == shard])
@@ -97,6 +99,7 @@ class SettledSamples:
         """Settle an open message. Raises KeyError for another one."""
         shard, local = self._shards.place(seq)
         self._ids[shard].settle(local)
+        self.newly_settled.append(seq)
 
     def knows(self, seq: int) -> bool:
         """Return whether a message has been seen, now or before a restart."""

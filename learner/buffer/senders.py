@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import REFUSED_KEY, refused
 from tidemill.learner.buffer.ledger import count_of
+from tidemill.learner.buffer.sample_index import NO_TEACHER, SampleIndex, Unusable
 
 log = logging.getLogger(__name__)
 
@@ -108,21 +107,20 @@ class Senders:
         return {**reasons, **actors, **{f"refused/{actor}": 1 for actor in sorted(self.refused)}}
 
 
-def describe_invalid(received: Received, reason: str) -> str:
+def describe_invalid(sample: SampleIndex | Unusable, reason: str) -> str:
     """Return the reason for which a sample is invalid, in one line."""
-    sample = received.sample
-    if isinstance(sample, WireError):
-        defect = str(sample)
+    if isinstance(sample, Unusable):
+        defect = str(sample.error)
     elif reason == "version":
-        versions = sorted({span.version for span in sample.spans})
+        versions = sorted({version for version, _ in sample.by_version})
         defect = f"spans: want versions that existed when it was stored, got {versions}"
     elif reason == "teacher_log_probs":
         scores = f"scores with {sample.teacher_top_k} tokens listed at each position"
-        got = "no scores" if sample.teacher_log_probs is None else scores
+        got = "no scores" if sample.teacher_top_k == NO_TEACHER else scores
         defect = f"{reason}: want the scores of a teacher, as learner.algorithm.distill.loss needs them, got {got}"
     else:
         defect = f"{reason}: want what task {sample.task} has"
-    return f"sequence {received.seq}: {defect}"[:MAX_WORDS]
+    return f"sequence {sample.seq}: {defect}"[:MAX_WORDS]
 
 
 async def refused_before(bus: Bus) -> tuple[str, ...]:

@@ -5,6 +5,7 @@
 Knows no bus and no torch.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,10 @@ from tidemill.bus.wire.codec import decode_record, decode_sample, encode_record,
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan, Sample
 from tidemill.learner.buffer.plans import assign, chain_of
+from tidemill.learner.buffer.sample_index import SampleIndex
 from tidemill.learner.errors import DebugFileRefused
+
+log = logging.getLogger(__name__)
 
 KIND, SCHEMA = "tidemill.rollout", 1
 
@@ -44,6 +48,15 @@ class Packing:
     data_parallel: int
     max_tokens: int
     minibatches: int
+
+
+def save_step(
+    path: Path, run: str, plan: Plan, samples: Sequence[SampleIndex], token_limits: Mapping[int, int]
+) -> None:
+    """Write the file of a planned step."""
+    contents = [sample.content for sample in samples]
+    save_rollout(path, DumpedRollout(run=run, plan=plan, samples=contents, token_limits=token_limits))
+    log.info("rollout saved step=%d samples=%d path=%s", plan.step, len(samples), path)
 
 
 def save_rollout(path: Path, rollout: DumpedRollout) -> None:

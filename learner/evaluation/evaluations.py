@@ -21,6 +21,7 @@ from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Task
 from tidemill.bus.wire.subjects import BEST_KEY
 from tidemill.learner.buffer.groups import mismatch
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.disk import Checkpoint
 from tidemill.learner.errors import PromptError
@@ -218,7 +219,7 @@ class Evaluations:
             if len(self._early) < EARLY and not self.rounds.idle:
                 self._early.append(sample)
             return
-        if field_name := mismatch(task, sample, self._plan.max_context):
+        if field_name := mismatch(task, index_of(0, sample), self._plan.max_context):
             text = "evaluation sample passed over task=%d index=%d: its %s is not the task's"
             log.warning(text, sample.task, sample.index, field_name)
             return

@@ -3,13 +3,16 @@
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.bus.wire.messages import Plan, Sample, Turns
+from tidemill.bus.wire.messages import Plan
 from tidemill.learner.algorithms.alarms import AlarmConfig, Context, check
 from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batching import kept_spans
+from tidemill.learner.buffer.sample_index import COUNTS, EpisodeIndex, SampleIndex
 
 log = logging.getLogger(__name__)
 
@@ -20,99 +23,96 @@ LIMITS = ("turns", "tokens", "context", "total_tokens")
 """Limits of a budget that end an episode and leave it trained."""
 MOST_PARTS = 32
 """Parts of the reward that are metrics: their names come from rewards, which may make any number of them."""
-_OVERRIDDEN, _MALFORMED = "overridden_sampling", "malformed_calls"
-"""Remarks of actors in the metadata of episodes."""
-_COUNTS = {"branched_turns": ("forks", "begins"), "untrained_turns": ("asked", "log_probs", "empty")}
-"""Remarks that have counts, by kind."""
-_MAX_COUNT = 2**31
+_TIMES = ("queued", "generating", "tools", "reward")
+"""Names of the times in the order of ``Timings``."""
 
 
-def episode_metrics(samples: Sequence[Sample], plan: Plan) -> dict[str, float]:
+def episode_metrics(samples: Sequence[SampleIndex], plan: Plan) -> dict[str, float]:
     """Return the metrics of the samples of a plan that a rollout has made; empty if there are none."""
-    episodes = [(sample, sample.turns) for sample in samples if sample.turns is not None]
-    if not episodes:
+    rollouts = [(sample, sample.episode) for sample in samples if sample.episode is not None]
+    if not rollouts:
         return {}
-    rollouts = [sample for sample, _ in episodes]
-    num_turns = np.array([len(turns.at) for _, turns in episodes])
-    finishes = [finish for _, turns in episodes for finish in turns.finish]
-    sampled = sum(int(turns.tokens.sum()) for _, turns in episodes)
-    seconds = [float((turns.begin_s + turns.seconds).max(initial=0.0)) for _, turns in episodes]
+    episodes = [episode for _, episode in rollouts]
+    num_turns = np.array([episode.num_turns for episode in episodes])
+    counts = np.array([episode.counts for episode in episodes], np.float64).mean(axis=0)
+    times = np.array([astuple(episode.timings) for episode in episodes]).mean(axis=0)
 
-    def share(flags: Iterable[object]) -> float:
-        return float(np.mean([bool(flag) for flag in flags]))
+    def share(flags: Iterable[bool]) -> float:
+        return float(np.mean(list(flags)))
 
     return {
         "data/episodes": float(len(episodes)),
         "data/turns_mean": float(num_turns.mean()),
         "data/turns_max": float(num_turns.max()),
-        "data/sequences_mean": float(np.mean([len(sample.sizes) for sample in rollouts])),
-        "data/context_share": 1 - sampled / max(1, sum(len(sample.tokens) for sample in rollouts)),
-        SECONDS: float(np.percentile(seconds, 95)),
+        "data/sequences_mean": float(np.mean([len(sample.sizes) for sample, _ in rollouts])),
+        "data/context_share": 1
+        - sum(episode.sampled for episode in episodes) / max(1, sum(sample.num_tokens for sample, _ in rollouts)),
+        SECONDS: float(np.percentile([episode.seconds for episode in episodes], 95)),
         # Samples of other actors may have no turn.
-        "data/cut_turns_share": finishes.count("cut") / max(1, int(num_turns.sum())),
-        "data/overridden_share": share(sample.metadata.get(_OVERRIDDEN) for sample in rollouts),
-        "data/malformed_calls_share": share(sample.metadata.get(_MALFORMED) for sample in rollouts),
+        "data/cut_turns_share": sum(episode.num_cut for episode in episodes) / max(1, int(num_turns.sum())),
+        "data/overridden_share": share(episode.is_overridden for episode in episodes),
+        "data/malformed_calls_share": share(episode.is_malformed for episode in episodes),
+        **{f"data/{remark}/{kind}": float(count) for (remark, kind), count in zip(COUNTS, counts, strict=True)},
+        **{f"data/episode_{name}_seconds": float(value) for name, value in zip(_TIMES, times, strict=True)},
         **{
-            f"data/{remark}/{kind}": _mean_count(rollouts, remark, kind)
-            for remark, kinds in _COUNTS.items()
-            for kind in kinds
-        },
-        "data/episode_queued_seconds": float(np.mean([sample.timings.queued_s for sample in rollouts])),
-        "data/episode_generating_seconds": float(np.mean([sample.timings.generating_s for sample in rollouts])),
-        "data/episode_tools_seconds": float(np.mean([sample.timings.tools_s for sample in rollouts])),
-        "data/episode_reward_seconds": float(np.mean([sample.timings.reward_s for sample in rollouts])),
-        **{
-            f"data/budget_share/{limit}": share(sample.finish_reason == f"budget.{limit}" for sample in rollouts)
+            f"data/budget_share/{limit}": share(episode.finish_reason == f"budget.{limit}" for episode in episodes)
             for limit in LIMITS
         },
-        **_masked_shares(episodes, plan),
+        **_masked_shares(rollouts, plan),
     }
 
 
-def _mean_count(episodes: Sequence[Sample], remark: str, kind: str) -> float:
-    """Return the mean of a count in the remarks of episodes; anything else that an actor wrote there counts as 0."""
-    remarks = [sample.metadata.get(remark) for sample in episodes]
-    counts = [value.get(kind) if isinstance(value, Mapping) else 0 for value in remarks]
-    return float(np.mean([count if isinstance(count, int) and 0 <= count <= _MAX_COUNT else 0 for count in counts]))
-
-
-def _masked_shares(episodes: Sequence[tuple[Sample, Turns]], plan: Plan) -> dict[str, float]:
+def _masked_shares(episodes: Sequence[tuple[SampleIndex, EpisodeIndex]], plan: Plan) -> dict[str, float]:
     """Return the shares of sampled tokens that the gate masks for their age: of all turns, and of all first turns."""
-    counts = np.zeros((2, 2))
-    for episode, turns in episodes:
-        steps = [plan.version_steps[span.version] for span in episode.spans]
-        step_R = np.repeat(np.array(steps, np.int64), [span.num_tokens for span in episode.spans])
-        sampled_R = episode.loss_mask.astype(bool)
-        masked_R = sampled_R & (step_R < plan.oldest_step) if plan.oldest_step is not None else np.zeros_like(sampled_R)
-        first = slice(int(turns.at[0]), int(turns.at[0] + turns.tokens[0])) if len(turns.at) else slice(0, 0)
-        counts += [[masked_R.sum(), sampled_R.sum()], [masked_R[first].sum(), sampled_R[first].sum()]]
-    all_turns, first_turns = (float(masked / max(1, sampled)) for masked, sampled in counts)
-    return {"data/masked_share_all_turns": all_turns, "data/masked_share_first_turn": first_turns}
+
+    def masked_share(counts: Iterable[tuple[int, int]]) -> float:
+        """Return the share of the tokens in (version, tokens) that are too old."""
+        pairs = [(plan.version_steps[version], tokens) for version, tokens in counts]
+        masked = sum(tokens for step, tokens in pairs if plan.oldest_step is not None and step < plan.oldest_step)
+        return masked / max(1, sum(tokens for _, tokens in pairs))
+
+    first_turns = [
+        (version, tokens) for _, episode in episodes for turn, version, tokens in episode.by_turn if turn == 0
+    ]
+    return {
+        "data/masked_share_all_turns": masked_share(pair for sample, _ in episodes for pair in sample.by_version),
+        "data/masked_share_first_turn": masked_share(first_turns),
+    }
 
 
-def facts_of(plan: Plan, batches: Sequence[StepBatch], filtered: int = 0) -> dict[str, float]:
-    """Return the metrics of a step's samples. ``filtered``: groups that filters dropped for it."""
-    in_queue, in_flight = lags_of(batches)
-    lags = in_queue + in_flight
-    first = batches[0]
-    packed = sum(len(part.tokens_T) for batch in batches for part in batch.micro_batches)
+def facts_of(
+    plan: Plan, samples: Sequence[SampleIndex], columns: StepBatch, *, filtered: int = 0, pad_to: int = 1
+) -> dict[str, float]:
+    """Return the metrics of a step's samples. ``columns``: the batch of any rank. ``filtered``: groups that filters
+    dropped for it. ``pad_to``: as for ``build_batches``.
+    """
+    in_queue, in_flight, tokens = lags_of(plan, samples)
+    lags, total = in_queue + in_flight, max(1, int(tokens.sum()))
     return {
         "data/groups": float(len(plan.tasks)),
         "data/samples": float(len(plan.seqs)),
         "data/filtered_share": filtered / (filtered + len(plan.tasks)),
         "data/masked_samples": 0.0 if plan.masked is None else float(len(plan.masked)),
-        "data/tokens": float(first.num_tokens),
-        "data/packed_tokens": float(packed),
+        "data/tokens": float(columns.num_tokens),
+        "data/packed_tokens": float(_packed_tokens(plan, samples, pad_to)),
         "data/micro_batches": float(plan.num_micro_batches),
-        "data/reward_mean": float(first.rewards_N[first.scored_N].mean()),
-        **_reward_parts(first),
-        "data/response_length_mean": float(first.response_lengths_N.mean()),
-        "data/truncated_share": float(first.truncated_N.mean()),
-        "data/lag_mean": float(lags.mean()) if len(lags) else 0.0,
+        "data/reward_mean": float(columns.rewards_N[columns.scored_N].mean()),
+        **_reward_parts(columns),
+        "data/response_length_mean": float(columns.response_lengths_N.mean()),
+        "data/truncated_share": float(columns.truncated_N.mean()),
+        "data/lag_mean": float((lags * tokens).sum() / total),
         "data/lag_max": float(lags.max(initial=0)),
-        "data/lag_in_flight_mean": float(in_flight.mean()) if len(lags) else 0.0,
-        "data/lag_in_queue_mean": float(in_queue.mean()) if len(lags) else 0.0,
+        "data/lag_in_flight_mean": float((in_flight * tokens).sum() / total),
+        "data/lag_in_queue_mean": float((in_queue * tokens).sum() / total),
     }
+
+
+def _packed_tokens(plan: Plan, samples: Sequence[SampleIndex], pad_to: int) -> int:
+    """Return the tokens of all rows, padding included; a row without sequences is padding."""
+    lengths = [length for sample in samples for length in sample.lengths]
+    rows = plan.ranks.astype(np.int64) * plan.num_micro_batches + plan.micro_batches
+    per_row = np.bincount(rows, lengths, plan.data_parallel * plan.num_micro_batches).astype(np.int64)
+    return int((np.maximum(1, -(-per_row // pad_to)) * pad_to).sum())
 
 
 def _reward_parts(batch: StepBatch) -> dict[str, float]:
@@ -126,24 +126,21 @@ def _reward_parts(batch: StepBatch) -> dict[str, float]:
     }
 
 
-def lags_of(batches: Sequence[StepBatch]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the lag of every trainable token in two parts >= 0, in steps: in the queue and in flight.
+def lags_of(
+    plan: Plan, samples: Sequence[SampleIndex]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the lag of trainable tokens in two parts >= 0, in steps: in the queue and in flight; and how many tokens
+    have it.
 
     The queue's part is the lag of the newest trainable token of the sample, which has grown since the response was
     finished. The rest is the token's age relative to it: the versions that were published while the response was in
     flight.
     """
-    parts = [part for batch in batches for part in batch.micro_batches]
-    lags = np.concatenate([part.lag_T[part.loss_mask_T] for part in parts])
-    rows = np.concatenate([part.sample_T[part.loss_mask_T] for part in parts])
-    if not len(rows):
-        return lags, lags
-    newest = np.full(len(batches[0].rewards_N), np.iinfo(np.int32).max, np.int32)
-    # The tokens of a sample follow each other, but for what is cut: first the least of each stretch, which is faster.
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(rows)) + 1])
-    np.minimum.at(newest, rows[starts], np.minimum.reduceat(lags, starts))
-    in_queue = newest[rows]
-    return in_queue, lags - in_queue
+    sample_S, lag_S, tokens_S = kept_spans(plan, samples).T
+    newest_N = np.full(len(samples), np.iinfo(np.int64).max)
+    np.minimum.at(newest_N, sample_S, lag_S)
+    in_queue_S = newest_N[sample_S]
+    return in_queue_S, lag_S - in_queue_S, tokens_S
 
 
 class EpisodeAge:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -25,10 +26,12 @@ from tidemill.bus import exit_codes
 from tidemill.bus.exit_codes import CRASHED
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.trained_values import TrainedStep, encode_trained
-from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.batching import Share, align, pack_share
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_keys import FeedKeys, admit_by
-from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Frame, Last, decode_batch, pack, unpack
+from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Frame, Last, decode_batch, pack, share_in, unpack
+from tidemill.learner.feed.sample_transfer import SampleClient
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +119,7 @@ class FeedClient:
         admit_by(self._socket, keys)
         self._socket.setsockopt(zmq.IPV6, int("[" in url))
         self._socket.connect(url)
+        self._samples = SampleClient(self._context, url, keys)
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +138,7 @@ class FeedClient:
             return
         if self._registered:
             self._send("bye")
+        self._samples.close()
         self._socket.close()
         self._context.term()
 
@@ -182,10 +187,31 @@ class FeedClient:
                 raise FeedError(self._url, f"step {step - 1} as the last", header["step"])
             self.draining = self.draining or header["drained"]
             return Last(step=header["step"], state=header["state"], drained=header["drained"])
+        share = share_in(header, frames)
         batch = decode_batch(header, frames, with_metadata=self._metadata)
+        if share is not None:
+            batch = replace(batch, micro_batches=self._packed(share, header["ports"]))
         if (batch.step, batch.dp_rank) != (step, self._dp_rank):
             raise FeedError(self._url, f"batch {step} for dp rank {self._dp_rank}", (batch.step, batch.dp_rank))
         return batch
+
+    def _packed(self, share: Share, ports: Sequence[int]) -> tuple[MicroBatch, ...]:
+        """Return the rows of this rank, of samples that the readers have. Raises as ``hello``."""
+        samples = self._samples.fetch(
+            [place.seq for place in share.places],
+            ports,
+            silence_s=self._silence_s,
+            feeder=self._socket,
+            on_feeder=self._refuse_message,
+        )
+        aligned: dict[int, MicroBatch] = {}
+        for place in share.places:
+            aligned |= align(share, place, samples[place.seq])
+        return pack_share(share, aligned)
+
+    def _refuse_message(self) -> None:
+        """Raise the error that the feeder sends while this rank waits for nothing of it."""
+        self._receive("samples of the step", kinds=())
 
     def done(self, step: int, metrics: dict[str, float], weights_digest: str | None = None) -> None:
         """Report that step ``step`` is done, with its metrics (rank 0 only); does not wait."""

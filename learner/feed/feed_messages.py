@@ -5,21 +5,26 @@ feeder -> rank: start, batch, wait (a heartbeat with the reason of the wait), la
 error. Both ways, over a connection of its own: alive (``feed_client.Heartbeats``). Knows no socket.
 
 A batch is a header, the state, then every array as raw bytes; the metadata of the samples, equal for all ranks, is one
-more frame for ranks that ask for it.
+more frame for ranks that ask for it. With ``ports`` in the header it has a share instead of rows: the rank fetches its
+samples from the readers (``sample_transfer.py``) and packs them.
 """
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.messages import Sample
+from tidemill.bus.wire.messages import Plan
+from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.batch.batch import STEP_DTYPES, TEACHER_ARRAYS, TOKEN_DTYPES, Array, MicroBatch, StepBatch
+from tidemill.learner.batch.batching import Share, build_batches, columns_of, shares_of
+from tidemill.learner.buffer.sample_index import SampleIndex
 from tidemill.learner.errors import FeedError
 
 _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
@@ -121,22 +126,68 @@ _SCALARS = (
     *("teacher_top_k", "part_names", "routing", "routing_known"),
 )
 """Fields of the header, as in a StepBatch."""
+_SHARE: msgspec.msgpack.Decoder[Share] = msgspec.msgpack.Decoder(Share)
 
 
 def encode_batch(batch: StepBatch) -> list[Frame]:
     """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then those of each micro-batch."""
+    return [*_header(batch), batch.state, *_arrays(batch)]
+
+
+def encode_share(columns: StepBatch, share: Share, ports: Sequence[int]) -> list[Frame]:
+    """Return the ZMQ frames of a batch whose rows the rank packs: as of ``encode_batch``, with the share behind the
+    state. ``ports``: of the reader of each shard, from which it fetches the samples.
+    """
+    packed = msgspec.msgpack.encode(share)
+    return [*_header(columns, list(ports)), columns.state, packed, *_arrays(columns)]
+
+
+def step_frames(
+    plan: Plan,
+    samples: Sequence[SampleIndex],
+    token_limits: Mapping[int, int],
+    *,
+    ports: Sequence[int],
+    pad_to: int,
+    routed: RoutedShape | None,
+    **options: Any,
+) -> tuple[StepBatch, list[list[Frame]]]:
+    """Return the batch of rank 0 and the frames for each rank; without rows where ranks fetch the samples at ``ports``.
+
+    The other arguments are as for ``build_batches``.
+    """
+    if not ports:
+        contents = [sample.content for sample in samples]
+        options |= {"pad_to": pad_to, "routed": routed}
+        batches = build_batches(plan, contents, indices=samples, token_limits=token_limits, **options)
+        return batches[0], [encode_batch(batch) for batch in batches]
+    columns = columns_of(plan, samples, token_limits=token_limits, routed=routed, **options)
+    shares = shares_of(plan, samples, pad_to=pad_to, routed=routed)
+    return columns, [encode_share(replace(columns, dp_rank=rank), share, ports) for rank, share in enumerate(shares)]
+
+
+def _header(batch: StepBatch, ports: Sequence[int] = ()) -> list[Frame]:
     header = {"type": "batch"} | {name: getattr(batch, name) for name in _SCALARS}
-    header["num_micro_batches"] = len(batch.micro_batches)
-    frames: list[Frame] = [msgpack.packb(header), batch.state]
+    return [msgpack.packb(header | {"num_micro_batches": len(batch.micro_batches), "ports": ports})]
+
+
+def _arrays(batch: StepBatch) -> list[Frame]:
+    frames: list[Frame] = []
     frames += [_raw(batch, name, dtype) for name, dtype in STEP_DTYPES.items()]
     frames += [_raw(row, name, dtype) for row in batch.micro_batches for name, dtype in TOKEN_DTYPES.items()]
     return frames
 
 
-def encode_metadata(samples: Sequence[Sample]) -> bytes:
+def share_in(header: JsonMapping, frames: list[Frame]) -> Share | None:
+    """Take the share out of the frames of a batch, and return it; None where the frames have the rows."""
+    return _SHARE.decode(bytes(frames.pop(1))) if header["ports"] else None
+
+
+def encode_metadata(samples: Sequence[SampleIndex]) -> bytes:
     """Return the frame with the metadata of a step's samples, in the order of its plan."""
-    packed: bytes = msgpack.packb([sample.metadata for sample in samples])
-    return packed
+    entries = [sample.metadata or msgpack.packb(sample.content.metadata) for sample in samples]
+    header: bytes = msgpack.Packer().pack_array_header(len(entries))
+    return header + b"".join(entries)
 
 
 def decode_batch(header: JsonMapping, frames: Sequence[Frame], *, with_metadata: bool = False) -> StepBatch:

@@ -91,6 +91,8 @@ class FeedServer:
         self.outcomes: asyncio.Queue[RankReport] = asyncio.Queue()
         self.on_trained: Callable[[int, bytes], None] = lambda dp_rank, values: None
         """Called with the values of trained tokens that a data-parallel rank sends."""
+        self.on_fetched: Callable[[int], None] = lambda step: None
+        """Called when all ranks have the rows of a step."""
         self.waiter = Waiter()
         """Woken when ``asked`` has increased."""
         self.asked = 0
@@ -329,6 +331,8 @@ class FeedServer:
         if len(self._ranks) == self._world_size:
             served = min(self._taken(rank) for rank in self._ranks.values())
             self._ready = {step: ready for step, ready in self._ready.items() if step > served}
+            # A rank requests a step once it has fetched and packed the one before.
+            self.on_fetched(min(rank.requested for rank in self._ranks.values()) - 1)
 
     @staticmethod
     def _taken(rank: _Rank) -> int:

@@ -22,18 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.reader_processes import readers_of
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Plan, Requeue, Sample, Settle
+from tidemill.bus.wire.messages import Plan, Requeue, Settle
 from tidemill.bus.wire.subjects import EPOCH_KEY
-from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.ledger import ROWS
 from tidemill.learner.buffer.plans import Waits
-from tidemill.learner.debug.rollout_file import DumpedRollout, save_rollout
+from tidemill.learner.buffer.sample_index import SampleIndex
+from tidemill.learner.debug.rollout_file import save_step
 from tidemill.learner.evaluation.evaluations import BestCheckpoint, Evaluations
 from tidemill.learner.feed.data_metrics import episode_metrics, facts_of
-from tidemill.learner.feed.feed_messages import FeedStart, encode_batch, encode_metadata
+from tidemill.learner.feed.feed_messages import FeedStart, encode_metadata, step_frames
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow, Parts
 from tidemill.learner.feed.feeder_settings import FeederSettings
@@ -43,6 +42,7 @@ from tidemill.learner.feed.issuing import Curriculum, TaskIssuer
 from tidemill.learner.feed.outcomes import EarlyEnd, Outcomes, refuse_newer, remove_end
 from tidemill.learner.feed.recorded_responses import RecordedResponses
 from tidemill.learner.feed.restart import Restored, peers_of, verified
+from tidemill.learner.feed.shard_readers import readers_of
 from tidemill.learner.feed.trained_records import TrainedRecords
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING
@@ -96,9 +96,13 @@ class Feeder:
         self._outcomes = Outcomes(
             bus, server, resumed, settings, epoch=self._epoch, on_published=on_published, copies=copies, best=self._best
         )
-        ranks, places = settings.learner.data_parallel, settings.places
+        ranks = settings.learner.data_parallel
         self._trained = TrainedRecords(bus, epoch=self._epoch, data_parallel=ranks, on=settings.records_values)
         self._filtering = Filtering(filters, self._source, may_plan=self._may_plan, decide=self._decide.wake)
+        self._readers = readers_of(bus, settings)
+        self._settled: dict[int, list[int]] = {}
+        """Sequences that were settled up to a step, which readers keep until all ranks have fetched its samples."""
+        server.on_fetched = self._release
         self._intake = Intake(
             bus,
             self._source,
@@ -108,7 +112,7 @@ class Feeder:
             senders=restored.senders,
             lost=self._lost,
             wake=self._wake,
-            readers=readers_of(places.bus_url, places.run, places.bus),
+            readers=self._readers,
         )
 
     async def start_ranks(self) -> None:
@@ -150,10 +154,9 @@ class Feeder:
     @property
     def loops(self) -> dict[str, Loop]:
         """All loops by name; each ends when it is cancelled."""
-        model = self._settings.model
         loops: dict[str, Loop] = {
             "epoch": self._follow_epoch,
-            "samples": partial(self._intake.read, model.vocab_size, self._settings.replayed_routing),
+            "samples": self._intake.read,
             "dead tasks": self._intake.follow_dead,
             "head": self._follow_head,
             "steps": self._plan_steps,
@@ -302,6 +305,10 @@ class Feeder:
         samples = source.samples(record) if isinstance(record, Plan) else []
         limits = source.token_limits(record) if isinstance(record, Plan) else {}
         source.apply(record, seq)
+        if isinstance(record, Plan):
+            self._settled[record.step] = source.take_settled()
+        else:
+            self._readers.release(source.take_settled())
         self._issuer.waiter.wake()
         self._note_replayed()
         if isinstance(record, Plan):
@@ -313,8 +320,13 @@ class Feeder:
         else:
             log.info("requeued task=%d before_step=%d", record.task, record.step)
 
+    def _release(self, step: int) -> None:
+        """Let the readers forget the samples of steps up to ``step``."""
+        for settled_step in [settled_step for settled_step in self._settled if settled_step <= step]:
+            self._readers.release(self._settled.pop(settled_step))
+
     async def _offer_step(
-        self, plan: Plan, samples: Sequence[Sample], limits: Mapping[int, int], *, recorded: bool, filtered: int
+        self, plan: Plan, samples: Sequence[SampleIndex], limits: Mapping[int, int], *, recorded: bool, filtered: int
     ) -> None:
         """Make the batches of a step, and offer them to the ranks. ``filtered``: groups that filters dropped for it."""
         learner = self._settings.learner
@@ -322,27 +334,22 @@ class Feeder:
         snapshot = await self._snapshot()  # of every step: any may be the last one, by a drain or by an early end
         self._states = {step: state for step, state in self._states.items() if step == plan.step - 1}
         self._states[plan.step] = b"" if is_checkpointed else snapshot
-        batches = await asyncio.to_thread(
-            build_batches,
-            plan,
-            samples,
-            recorded=recorded,
-            state=snapshot if is_checkpointed else b"",
-            token_limits=limits,
-            **self._settings.packing,
+        state = snapshot if is_checkpointed else b""
+        columns, frames = await asyncio.to_thread(
+            partial(step_frames, state=state, recorded=recorded, ports=self._readers.ports, **self._settings.packing),
+            *(plan, samples, limits),
         )
         if self._settings.debug.save_rollout:
             file = Path(self._settings.debug.save_rollout.format(step=plan.step))
-            rollout = DumpedRollout(run=self._bus.run, plan=plan, samples=samples, token_limits=limits)
-            await asyncio.to_thread(save_rollout, file, rollout)
-            log.info("rollout saved step=%d samples=%d path=%s", plan.step, len(samples), file)
-        facts = facts_of(plan, batches, filtered) | {"data/bad_rows": float(len(self._prompts.bad_rows))}
+            await asyncio.to_thread(save_step, file, self._bus.run, plan, samples, limits)
+        facts = facts_of(plan, samples, columns, filtered=filtered, pad_to=learner.row_multiple)
+        facts["data/bad_rows"] = float(len(self._prompts.bad_rows))
         self._trained.planned(plan, samples)
         self._outcomes.planned(plan, facts | episode_metrics(samples, plan) | self._trained.metrics)
         metadata = b""
         if learner.algorithm.may_need_metadata and self._server.wants_metadata:
             metadata = await asyncio.to_thread(encode_metadata, samples)
-        await self._server.offer(plan.step, [encode_batch(batch) for batch in batches], metadata)
+        await self._server.offer(plan.step, frames, metadata)
         self._log_plan(plan, recorded=recorded)
 
     def _log_plan(self, plan: Plan, *, recorded: bool) -> None:

@@ -14,6 +14,7 @@ from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.data import DataConfig, FilterConfig, identity_of
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.evaluations import EvalPlan
+from tidemill.learner.feed.read_options import ReadOptions
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.checkpoint_store import LOCAL
 from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
@@ -161,6 +162,16 @@ class FeederSettings:
     def packing(self) -> dict[str, Any]:
         """Arguments of ``build_batches`` that are the same for all steps."""
         return {"pad_to": self.learner.row_multiple, "eos_ids": self.model.eos_ids, "routed": self.replayed_routing}
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """How samples are read."""
+        return ReadOptions(
+            vocab_size=self.model.vocab_size,
+            routed=self.replayed_routing,
+            with_data=bool(self.filters or self.debug.save_rollout),
+            with_metadata=self.learner.algorithm.may_need_metadata,
+        )
 
     def data_rules(self, prompts: PromptFile) -> DataRules:
         """Return the rules of the DataSource, whose digest is recorded with every plan."""

@@ -141,7 +141,7 @@ class Filtering:
 
     def _samples(self, task: Task) -> list[Sample]:
         """Return the samples that a group has now: it may be settled, or get another one, before a filter runs."""
-        return [row.sample for row in self._source.group(task.id).rows]
+        return [row.content for row in self._source.group(task.id).rows]
 
     async def _judge(self, task: Task, seqs: Sequence[int], samples: Sequence[Sample]) -> None:
         try:

@@ -16,19 +16,18 @@ from functools import partial
 
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.dead import REQUEUE
-from tidemill.bus.streams.reader_processes import ShardReaders
-from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.messages import Dead, Plan, Requeue, Sample
-from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.messages import Dead, Plan, Requeue
 from tidemill.bus.wire.shards import Position
 from tidemill.learner.buffer.arrivals import Disposition
 from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.sample_index import SampleIndex, Unusable
 from tidemill.learner.buffer.senders import Senders, describe_invalid
 from tidemill.learner.errors import PromptError, TasksFail
 from tidemill.learner.evaluation.evaluations import Evaluations
 from tidemill.learner.feed.restart import RecordAt
+from tidemill.learner.feed.shard_readers import SampleReaders
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.weightstore.store.registry import VersionRegistry
 
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
 """Interval of reading the ack floor, which also covers acks that were missed while the connection was down."""
-GRACE_S = 0.05
+GRACE_S = 0.1
 """Grace period between an ack and the check, by which the samples are nearly always read; it also limits requests."""
 
 
@@ -166,14 +165,12 @@ class Intake:
         senders: Senders,
         lost: LostTasks,
         wake: Callable[[], None],
-        readers: ShardReaders | None = None,
+        readers: SampleReaders,
     ) -> None:
-        """``recorded``: the records that are to be repeated; the feeder removes each when it has been. ``readers``:
-        processes that read SAMPLES; None = this process does.
-        """
-        self._readers = readers or bus.samples
+        """``recorded``: the records that are to be repeated; the feeder removes each when it has been."""
         self._bus, self._source, self._prompts, self._recorded = bus, source, prompts, recorded
         self._evaluations, self._senders, self._lost, self._wake = evaluations, senders, lost, wake
+        self._readers, self._registry = readers, VersionRegistry(bus)
         plans = [record for _, record in recorded if isinstance(record, Plan)]
         self._recorded_steps = {version: step for plan in plans for version, step in plan.version_steps.items()}
         self.failing = FailingTasks()
@@ -181,42 +178,45 @@ class Intake:
         self.behind = 0
         """Samples of the stream that are not read yet."""
 
-    async def read(self, vocab_size: int | None, routed: RoutedShape | None = None) -> None:
-        """Background loop: read SAMPLES. ``vocab_size`` and ``routed`` of the model; None = not known."""
-        cursor, registry = self._source.cursor(), VersionRegistry(self._bus)
+    async def read(self) -> None:
+        """Background loop: read SAMPLES."""
         recorded = frozenset(
             seq for _, record in self._recorded if not isinstance(record, Requeue) for seq in record.seqs.tolist()
         )
-        reading = self._readers.read(
-            cursor, vocab_size=vocab_size, routed=routed, checked_before=recorded, on_passed=self._lost.passed
-        )
+        reading = self._readers.read(self._source.cursor(), checked_before=recorded, on_passed=self._lost.passed)
         async with aclosing(reading) as messages:
-            async for received in messages:
-                await self._add(registry, received)
+            async for rows in messages:
+                may_decide, now = False, time.monotonic()
+                for entry in rows.entries:
+                    may_decide |= await self._add(entry, now)
+                self.behind, self._evaluations.sampled = rows.pending, True
+                # While recorded steps are repeated, the next one may lack exactly these samples.
+                if may_decide or self._recorded:
+                    self._wake()
 
-    async def _add(self, registry: VersionRegistry, received: Received) -> None:
-        """Classify one message of SAMPLES."""
-        if isinstance(received.sample, Sample):
-            await self._look_up(registry, received.seq, received.sample)
-        arrival = self._source.add(received.seq, received.sample, time.monotonic(), received.actor)
-        self.behind, self._evaluations.sampled = received.pending, True
+    async def _add(self, entry: SampleIndex | Unusable, now: float) -> bool:
+        """Classify one message of SAMPLES. Returns whether the next record may be another one than before."""
+        if isinstance(entry, Unusable):
+            arrival = self._source.refuse(entry.seq, entry.error, entry.actor)
+        else:
+            if unread := self._source.unread_versions(entry):
+                await self._look_up(unread, entry.seq)
+            arrival = self._source.add(entry, now)
+            if arrival.name is Disposition.BUFFERED:
+                self._senders.usable(entry.actor)
+            elif arrival.name is Disposition.EVAL:
+                self._evaluations.arrived(entry.content)
         if arrival.fills_group:
             self.failing.completed()
-        if arrival.name is Disposition.EVAL and isinstance(received.sample, Sample):
-            self._evaluations.arrived(received.sample)
-        if arrival.name is Disposition.BUFFERED:
-            self._senders.usable(received.actor)
-        elif arrival.name is Disposition.INVALID:
-            self._senders.invalid(received.actor, describe_invalid(received, arrival.reason))
-        # While recorded steps are repeated, the next one may lack exactly this sample.
-        if arrival.may_decide or self._recorded:
-            self._wake()
+        if arrival.name is Disposition.INVALID:
+            self._senders.invalid(entry.actor, describe_invalid(entry, arrival.reason))
+        return arrival.may_decide
 
-    async def _look_up(self, registry: VersionRegistry, seq: int, sample: Sample) -> None:
+    async def _look_up(self, unread: set[int], seq: int) -> None:
         """Read the rows of versions that are not known. A row is written before engines get the weights."""
         # The newest first, because it is the likeliest to have no row, and one such version is enough.
-        for version in sorted(self._source.unread_versions(sample), reverse=True):
-            row = await self._bus.retry(partial(registry.row_for, version, seq))
+        for version in sorted(unread, reverse=True):
+            row = await self._bus.retry(partial(self._registry.row_for, version, seq))
             if row is not None:
                 self._source.version(version, row.step, row.position)
             elif version in self._recorded_steps:

@@ -8,7 +8,8 @@ Waits for places, which settled groups and new versions give back (``waiter``).
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.messages import Kind, Task
 from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.data import DataConfig
+from tidemill.learner.errors import PromptError
 from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.restart import Restored
 from tidemill.learner.prompts.prompt_file import Drawn, PromptFile, sampler_seed
@@ -75,6 +77,23 @@ LOOK_AGAIN_S = 5.0
 """Longest sleep of the loop, which is normally woken."""
 
 
+class Pace:
+    """At most ``per_s`` tasks a second, evenly; 0 = no limit. In any time of T seconds ``per_s * T + 1`` pass."""
+
+    def __init__(self, per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s, self._clock = 1 / per_s if per_s else 0.0, clock
+        self._next_s = float("-inf")
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next task may pass."""
+        return max(0.0, self._next_s - self._clock())
+
+    def note(self) -> None:
+        """Count a task that passes now."""
+        self._next_s = max(self._next_s, self._clock()) + self._every_s
+
+
 class TaskIssuer:
     """The loop that issues training tasks, and the store of all tasks."""
 
@@ -88,6 +107,7 @@ class TaskIssuer:
         """Held from the issue of a task until it is registered: ids are registered in their order."""
         self.waiter = Waiter()
         """Woken when another task may be admitted."""
+        self._pace = Pace(settings.places.bus.tasks_per_s)
         self.stopped = False
         """True once the last step is known: no further task is issued."""
 
@@ -97,7 +117,7 @@ class TaskIssuer:
         while True:
             # Before the task is chosen: a pause after it would issue a task at a version that may have changed
             # meanwhile.
-            await asyncio.sleep(self._senders.pause_s)
+            await asyncio.sleep(max(self._senders.pause_s, self._pace.wait_s))
             demand = self._demand()
             if demand is None:
                 await self.waiter.wait(LOOK_AGAIN_S)
@@ -126,6 +146,8 @@ class TaskIssuer:
     async def store(self, task: Task) -> Task:
         """Store and register a task. Returns it with its id."""
         async with self.lock:
+            await asyncio.sleep(self._pace.wait_s)  # of evaluations, and for those that passed meanwhile
+            self._pace.note()
             task = replace(task, id=await self._bus.tasks.issue(task))
             self._source.issued(task, time.monotonic())
             if task.kind is Kind.TRAIN:
@@ -138,10 +160,13 @@ async def prompt_for(
 ) -> Drawn | None:
     """Return the prompt of a task; None for a new prompt when all passes of the run are issued. Raises PromptError."""
     # In a thread: a row may have megabytes, which are tokenized for seconds, and the loops of the feeder share this
-    # one.
+    # one. Most rows are short, and a thread costs more than they do. The order of a pass is made with its first row.
     epoch, offset = demand.prompt_epoch, demand.offset
     if demand.reissue_of is not None:
         return await asyncio.to_thread(prompts.at, epoch, offset)
+    if prompts.is_short(epoch, offset) and not curriculum.skips(int(prompts.order(epoch)[offset]), epoch):
+        with suppress(PromptError):
+            return prompts.at(epoch, offset)
     return await asyncio.to_thread(next_prompt, prompts, epoch, offset, curriculum, num_epochs=num_epochs)
 
 

@@ -15,6 +15,7 @@ from tidemill.bus.errors import BusUnavailable, Fenced
 from tidemill.bus.exit_codes import DONE
 from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.streams.readers import Cursors
+from tidemill.bus.streams.shard_reading import CREATED_SEPARATOR
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
 from tidemill.bus.wire.rows import EndRow, Outcome
@@ -31,6 +32,7 @@ from tidemill.learner.feed.data_metrics import EpisodeAge
 from tidemill.learner.feed.feed_messages import Last
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.history import compact
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, Resumed
 
 log = logging.getLogger(__name__)
@@ -243,12 +245,16 @@ class Outcomes:
         await self._bus.partials.trim(state["tasks"]["floor"] + 1)
         await self._bus.turns.trim(state["tasks"]["floor"] + 1)
         cursor = cursor_of(oldest)
-        below = tuple(floor + 1 - history for floor in cursor.position)
-        if len(below) == 1 and below[0] >= 2:
-            below = (await self._waited_for(below[0], cursor.created),)
+        created = cursor.created.split(CREATED_SEPARATOR)
+        wanted = [floor + 1 - history for floor in cursor.position]
+        below = [
+            await self._waited_for(first, stream) if first >= 2 else first
+            for first, stream in zip(wanted, created, strict=True)
+        ]
         await self._bus.samples.trim(*below)
-        if (below := oldest["tasks"]["floor"] + 1 - history) >= 2:
-            await self._bus.tasks.trim(below)
+        if (first_task := oldest["tasks"]["floor"] + 1 - history) >= 2:
+            await self._bus.tasks.trim(first_task)
+        await compact(self._bus, oldest)
 
     async def _waited_for(self, below: int, created: str) -> int:
         """Return ``below``, or less while a registered reader needs it and the stream is not too full."""

@@ -20,6 +20,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.plans import GENESIS
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.debug.rollout_file import DumpedRollout, Packing, load_rollout, planned_again
 from tidemill.learner.errors import FeedError
@@ -144,13 +145,19 @@ class RecordedFeeder:
             minibatches=learner.minibatches,
         )
         plan = planned_again(rollout, step, packing, chain=self._chain)
-        batches = build_batches(plan, rollout.samples, token_limits=rollout.token_limits, **self._settings.packing)
-        self._facts[step] = facts_of(plan, batches)
+        packing_options, routed = self._settings.packing, self._settings.replayed_routing
+        indices = [
+            index_of(int(seq), sample, routed=routed) for seq, sample in zip(plan.seqs, rollout.samples, strict=True)
+        ]
+        batches = build_batches(
+            plan, rollout.samples, indices=indices, token_limits=rollout.token_limits, **packing_options
+        )
+        self._facts[step] = facts_of(plan, indices, batches[0], pad_to=learner.row_multiple)
         self._chain, self._step = plan.chain, step
         text = "loaded step=%d run=%s recorded_step=%d samples=%d"
         log.info(text, step, rollout.run, rollout.plan.step, len(rollout.samples))
         with_metadata = learner.algorithm.may_need_metadata and self._server.wants_metadata
-        return [encode_batch(batch) for batch in batches], encode_metadata(rollout.samples) if with_metadata else b""
+        return [encode_batch(batch) for batch in batches], encode_metadata(indices) if with_metadata else b""
 
     async def _report_steps(self) -> None:
         """Record the steps that rank 0 reports as done. Versions are in the registry, and there are no checkpoints."""

@@ -17,8 +17,9 @@ from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.system.output import FailureLog
-from tidemill.bus.wire.messages import Plan, Sample
+from tidemill.bus.wire.messages import Plan
 from tidemill.bus.wire.trained_values import decode_trained
+from tidemill.learner.buffer.sample_index import SampleIndex
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class _Step:
     samples_N: NDArray[np.int64]
 
     @classmethod
-    def of(cls, plan: Plan, samples: Sequence[Sample]) -> Self:
+    def of(cls, plan: Plan, samples: Sequence[SampleIndex]) -> Self:
         """Return the samples of a plan, in its order."""
         names = [(int(seq), sample.task, sample.index) for seq, sample in zip(plan.seqs, samples, strict=True)]
         sizes_M = np.array([size for sample in samples for size in sample.sizes], np.int64).reshape(-1, 2)
@@ -73,7 +74,7 @@ class TrainedRecords:
         """Metrics of a step; none where nothing is recorded."""
         return {"data/trained_dropped": float(self.dropped)} if self._on else {}
 
-    def planned(self, plan: Plan, samples: Sequence[Sample]) -> None:
+    def planned(self, plan: Plan, samples: Sequence[SampleIndex]) -> None:
         """Register the samples of a step, before its batch is offered."""
         if self._on:
             self._steps[plan.step] = _Step.of(plan, samples)

@@ -146,6 +146,10 @@ class Drawn:
     """Digest of the row."""
 
 
+SHORT_CHARS = 4096
+"""Characters of a prompt that is drawn without a thread."""
+
+
 class PromptFile:
     """The rows of one or several sources, drawn in an order that depends on the seed and the epoch alone.
 
@@ -186,6 +190,8 @@ class PromptFile:
         """Digest of each row as it is used, before it has tokens."""
         # Two passes: at the end of one, reissued prompts of it and new prompts of the next are drawn in turn.
         self._order = lru_cache(maxsize=2)(self._permutation)
+        self._drawn_passes = set[int]()
+        """Passes with an order, which takes long to make of many rows."""
         if self._rules.policy == REFUSE:
             for number in range(len(self._rows)):
                 self._row_tokens.of(self.row(number))
@@ -234,6 +240,7 @@ class PromptFile:
         return self._order(epoch)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        self._drawn_passes.add(epoch)
         return order_of(self.shares, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
 
     def at(self, epoch: int, offset: int) -> Drawn:
@@ -250,6 +257,13 @@ class PromptFile:
             chat_template_args=self.chat_template_args if row.rollout and not recorded else {},
             digest=int(self.digests[number]),
         )
+
+    def is_short(self, epoch: int, offset: int) -> bool:
+        """Return whether a position of a pass that is drawn from has a text that is tokenized within milliseconds."""
+        if epoch not in self._drawn_passes or offset >= len(self):
+            return False
+        row = self._rows[int(self.order(epoch)[offset])]
+        return isinstance(row, PromptRow) and isinstance(row.prompt, str) and len(row.prompt) <= SHORT_CHARS
 
     def after(self, epoch: int, offset: int) -> Drawn:
         """Return the first prompt at or after a position that can be used. Skipped rows are added to ``bad_rows``.

@@ -83,6 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=1000.0, help="samples/s of all together")
     parser.add_argument("--seconds", type=float, default=30.0, help="measured, after everybody is at work")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a response")
+    parser.add_argument("--groups", type=int, default=GROUPS_PER_STEP, help="groups of a step")
     parser.add_argument("--shards", type=int, default=1, help="streams of samples, each with a reader process")
     for hidden in ("--role", "--url", "--directory"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
@@ -103,6 +104,7 @@ def measure(args: argparse.Namespace, rates: Sequence[float]) -> list[Point]:
         (Path(directory) / "keys").write_text(json.dumps(asdict(FeedKeys.new())))
         command = [sys.executable, "-m", "tests.bench.actors", "--url", server.url, "--directory", directory]
         command += ["--actors", str(args.actors), "--shards", str(args.shards), "--tokens", str(args.tokens)]
+        command += ["--groups", str(args.groups)]
         children = {
             role: subprocess.Popen([*command, "--role", role], cwd=ROOT) for role in ("feeder", "rank", "actors")
         }
@@ -234,7 +236,7 @@ async def feeder(args: argparse.Namespace) -> None:
     (directory / "checkpoints").mkdir()
     tokens = list(range(PROMPT_TOKENS))
 
-    steps_ahead = -(-args.actors // GROUPS_PER_STEP)
+    steps_ahead = -(-args.actors // args.groups)
     with KeptPort() as port:
         url = f"tcp://127.0.0.1:{port.number}"
         (directory / "url.new").write_text(url)
@@ -252,7 +254,7 @@ async def feeder(args: argparse.Namespace) -> None:
             model=ModelFacts(vocab_size=150_000),
             learner=LearnerConfig(
                 steps=1_000_000,
-                groups_per_step=GROUPS_PER_STEP,
+                groups_per_step=args.groups,
                 group_size=GROUP_SIZE,
                 checkpoint_every=4,
                 max_tokens_per_micro_batch=8 * (args.tokens + PROMPT_TOKENS),

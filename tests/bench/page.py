@@ -84,7 +84,7 @@ async def step_for_ever(bus: Bus) -> None:
             )
         )
         metrics = {f"train/metric_{number}": step * 0.1 for number in range(NUM_METRICS)}
-        await bus.plans.append(Done(epoch=1, step=step, metrics=metrics))
+        await bus.plans.append(Done(epoch=1, step=step, metrics={**metrics, "data/reward_mean": 0.5}))
         await asyncio.sleep(1)
 
 

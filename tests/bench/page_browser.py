@@ -2,13 +2,16 @@
 
 python -m tests.bench.page_browser [--rate 2000] [--processes 200] [--seconds 20]
 
-Chromium shows one page after the other; a line for each has the seconds to the first drawn chart, times of frames
-(drawing, without layout), the processor time of the page's thread and of the page's server, and the JavaScript heap.
+Chromium shows one page after the other; a line for each has the seconds to the first drawn chart (median of
+``--loads`` loads in a row, each beside one of the floor: one request of the same server, one canvas), the requests and
+bytes until then, times of frames (drawing, without layout), the processor time of the page's thread and of the page's
+server, and the JavaScript heap.
 """
 
 import argparse
 import asyncio
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,17 +23,35 @@ import psutil
 
 from tests.bench.page import ROOT, page
 from tests.bench.sample_path import prepare
-from tests.page.browser import open_browser, reading
+from tests.page.browser import Reader, open_browser, reading
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 
 RUN = "bench"
 STARTS_S = 5  # Time for the load to start
-FRAMES = """window.frames_ms = []; const ask = window.requestAnimationFrame;
-window.requestAnimationFrame = (draw) => ask((now) => {
-  const began = performance.now(); draw(now); window.frames_ms.push(performance.now() - began); });"""
-DRAWN = """() => document.querySelector('main tr[aria-selected]') || [...document.querySelectorAll('main canvas')].some(
+FRAMES = """() => { window.frames_ms = []; const ask = window.requestAnimationFrame;
+  window.requestAnimationFrame = (draw) => ask((now) => {
+    const began = performance.now(); draw(now); window.frames_ms.push(performance.now() - began); }); }"""
+DRAWN = """document.querySelector('main tr[aria-selected]') || [...document.querySelectorAll('main canvas')].some(
   item => item.width && item.getContext('2d').getImageData(0, 0, item.width, item.height).data.some(byte => byte))"""
+FLOOR = "static/app.css"
+FIRST = f"""{{
+  const ask = window.requestAnimationFrame;
+  const look = () => {DRAWN} ? (window.first_ms = performance.now()) : ask(look);
+  const draw = async () => {{
+    const answer = await (await fetch('/api/run', {{cache: 'no-store'}})).json();
+    const canvas = document.createElement('canvas');
+    document.body.append(canvas);
+    canvas.getContext('2d').fillText(answer.run, 9, 9);
+    ask(() => (window.first_ms = performance.now()));
+  }};
+  if (location.pathname.endsWith('.css')) document.addEventListener('DOMContentLoaded', draw);
+  else look();
+}}"""
+"""Note the time of the first chart since the navigation began; on the floor's document, draw it."""
+REQUESTS = """() => [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
+  .filter(item => item.startTime < window.first_ms)
+  .map(item => [item.name.replace(location.origin, ''), item.startTime, item.responseEnd, item.transferSize])"""
 PAGES = ("overview", "learning&q=metric", "fleet", "samples")
 
 
@@ -39,13 +60,15 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2000.0)
     parser.add_argument("--processes", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--loads", type=int, default=5)
+    parser.add_argument("--requests", action="store_true", help="print each request until the first chart")
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as directory,
         EmbeddedServer(Path(directory) / "nats", BusConfig(port=-1)) as server,
     ):
         asyncio.run(prepare(server.url, RUN))
-        seconds = (args.seconds + 10) * len(PAGES) + STARTS_S
+        seconds = (args.seconds + 10 + 3 * args.loads) * len(PAGES) + STARTS_S
         role = [sys.executable, "-m", "tests.bench.page", "--url", server.url, "--run", RUN, "--role", "load"]
         role += ["--rate", str(args.rate), "--processes", str(args.processes), "--seconds", str(seconds)]
         child = subprocess.Popen(role, stdout=subprocess.DEVNULL, cwd=ROOT)
@@ -53,34 +76,28 @@ def main() -> None:
             with page(server.url, RUN, Path(directory)) as (address, pid):
                 time.sleep(STARTS_S)
                 for name in PAGES:
-                    print(json.dumps(measure(name, address, psutil.Process(pid), args.seconds)), flush=True)
+                    print(json.dumps(measure(name, address, psutil.Process(pid), args)), flush=True)
         finally:
             child.kill()
             child.wait()
 
 
-def measure(name: str, address: str, server: psutil.Process, seconds: float) -> dict[str, Any]:
+def measure(name: str, address: str, server: psutil.Process, args: argparse.Namespace) -> dict[str, Any]:
     """Return the costs of one page that is open for some seconds in a browser of its own."""
     with open_browser() as browser, reading(browser, address) as reader:
-        reader.page.add_init_script(FRAMES)
-        reader.page.goto("about:blank")
-        began_s = time.monotonic()
-        reader.page.goto(f"{address.split('?')[0]}#{name}")
-        reader.page.wait_for_function(DRAWN, polling=20)
-        first_s = time.monotonic() - began_s
         session = reader.page.context.new_cdp_session(reader.page)
         session.send("Performance.enable")
+        first = first_chart(reader, name, session, args)
+        reader.page.evaluate(FRAMES)
         reader.page.wait_for_timeout(1000)
         reader.page.evaluate("window.frames_ms.length = 0")
         before, cpu_s, began_s = _metrics(session), sum(server.cpu_times()[:2]), time.monotonic()
-        reader.page.wait_for_timeout(1000 * seconds)
+        reader.page.wait_for_timeout(1000 * args.seconds)
         after, passed_s = _metrics(session), time.monotonic() - began_s
         served_s = sum(server.cpu_times()[:2]) - cpu_s
         frames = sorted(reader.page.evaluate("window.frames_ms")) or [0.0]
         stored = reader.page.evaluate("fetch('/api/samples?n=1').then(answer => answer.json())")["last_seq"]
-    return {
-        "page": name.partition("&")[0],
-        "first chart, s": round(first_s, 2),
+    return first | {
         "frames": len(frames),
         "frame p50, ms": round(frames[len(frames) // 2], 2),
         "frame p95, ms": round(frames[int(0.95 * (len(frames) - 1))], 2),
@@ -90,6 +107,36 @@ def measure(name: str, address: str, server: psutil.Process, seconds: float) -> 
         "heap, MB": round(after["JSHeapUsedSize"] / 1e6, 1),
         "server, % of a core": round(100 * served_s / passed_s, 1),
         "samples so far": stored,
+    }
+
+
+def first_chart(reader: Reader, name: str, session: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the time to the first chart of a page, and of the floor, over loads that alternate."""
+    reader.page.add_init_script(FIRST)
+    times: dict[str, list[float]] = {f"#{name}": [], FLOOR: []}
+    threads: dict[str, list[float]] = {place: [] for place in times}
+    requests: list[list[Any]] = []
+    for place in (FLOOR, f"#{name}") * args.loads:
+        reader.page.goto("about:blank")
+        before = _metrics(session)
+        reader.page.goto(f"{reader.base}{place}")
+        reader.page.wait_for_function("() => window.first_ms !== undefined", polling=20)
+        threads[place].append(_metrics(session)["ThreadTime"] - before["ThreadTime"])
+        times[place].append(reader.page.evaluate("window.first_ms") / 1e3)
+        if place != FLOOR:
+            requests = reader.page.evaluate(REQUESTS)
+    if args.requests:
+        print(*[[row[0], *map(round, row[1:])] for row in requests], sep="\n", file=sys.stderr)
+    page_s, floor_s = (statistics.median(rows) for rows in times.values())
+    page_thread_s, floor_thread_s = (statistics.median(rows) for rows in threads.values())
+    return {
+        "page": name.partition("&")[0],
+        "first chart, s": round(page_s, 2),
+        "floor, s": round(floor_s, 2),
+        "thread to first chart, ms": round(1e3 * page_thread_s),
+        "floor's thread, ms": round(1e3 * floor_thread_s),
+        "requests": len(requests),
+        "KB": round(sum(row[3] for row in requests) / 1e3, 1),
     }
 
 

@@ -6,8 +6,8 @@ Measured: ``tests.bench.actors`` at each rate, with one stream and with several.
 of ``base + cost * rate``, by least squares over its points. Simulated: queues of work in steps of a millisecond; groups
 arrive at random (Poisson), their task chooses the shard, and processes that have work share the cores. The simulation
 is compared with every measured point; the same is then run at ``--target`` samples/s, with a core for each process, and
-a server for each shard's leader. A feeder that gets no tokens, because its readers keep them and build the batches, is
-not built: its cost is measured with samples of a few tokens. The costs of hardware follow by the formulas printed.
+a server for each shard's leader, and ``--ranks`` data-parallel ranks, which fetch and pack the samples of several
+streams themselves. The costs of hardware follow by the formulas printed.
 """
 
 import argparse
@@ -16,13 +16,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.bench.actors import GROUP_SIZE, Point, measure, report
+from tests.bench.actors import GROUP_SIZE, GROUPS_PER_STEP, Point, measure, report
 
 STEP_S = 0.001
 SIMULATED_S = 20.0
 NEAR, SMALL = 0.2, 0.05
 """Largest relative difference between a measured and a simulated share of a core, of shares that are not small."""
-SAMPLE_BYTES, SAMPLE_TOKENS, SHORT_TOKENS = 32_000, 3_500, 32
+SAMPLE_BYTES, SAMPLE_TOKENS = 32_000, 3_500
 ROLES = ("actors", "nats-server", "readers", "feeder", "rank")
 
 
@@ -89,7 +89,14 @@ class Simulated:
 
 
 def simulate(
-    costs: Mapping[str, Cost], *, rate: float, shards: int, cores: float, servers: int = 1, seed: int = 0
+    costs: Mapping[str, Cost],
+    *,
+    rate: float,
+    shards: int,
+    cores: float,
+    servers: int = 1,
+    num_ranks: int = 1,
+    seed: int = 0,
 ) -> Simulated:
     """Simulate ``SIMULATED_S`` seconds of a run; ``cores``: of the machine of all processes, or ``inf``."""
     chance = random.Random(seed)
@@ -97,8 +104,8 @@ def simulate(
     stores = [Station("nats-server", costs["nats-server"], parallel=math.inf if servers < shards else 1.0)]
     stores += [Station("nats-server", costs["nats-server"]) for _ in range(servers - 1)]
     readers = [Station("readers", costs["readers"]) for _ in range(shards)] if shards > 1 else []
-    feeder, rank = Station("feeder", costs["feeder"]), Station("rank", costs["rank"])
-    stations = [actors, *stores, *readers, feeder, rank]
+    feeder, ranks = Station("feeder", costs["feeder"]), [Station("rank", costs["rank"]) for _ in range(num_ranks)]
+    stations = [actors, *stores, *readers, feeder, *ranks]
     behind: list[float] = []
     for step in range(round(SIMULATED_S / STEP_S)):
         for station in stations:
@@ -112,7 +119,8 @@ def simulate(
         for store in stores:
             (readers[chance.randrange(shards)] if readers else feeder).waiting += done[id(store)]
         feeder.waiting += sum(done[id(reader)] for reader in readers)
-        rank.waiting += done[id(feeder)]
+        for rank in ranks:
+            rank.waiting += done[id(feeder)] / num_ranks
         if not step % round(1 / STEP_S):
             behind.append(sum(station.waiting for station in (*readers, feeder)))
     shares: dict[str, float] = {}
@@ -121,7 +129,9 @@ def simulate(
         share = station.used_s / SIMULATED_S
         shares[station.name] = shares.get(station.name, 0.0) + share
         busiest[station.name] = max(busiest.get(station.name, 0.0), share / max(1.0, min(station.parallel, cores)))
-    return Simulated(trained=rank.done / SIMULATED_S, shares=shares, busiest=busiest, behind=behind)
+    return Simulated(
+        trained=sum(rank.done for rank in ranks) / SIMULATED_S, shares=shares, busiest=busiest, behind=behind
+    )
 
 
 def _poisson(chance: random.Random, mean: float) -> int:
@@ -216,12 +226,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="measured at each point")
     parser.add_argument("--cores", type=float, default=2.0, help="of this machine")
     parser.add_argument("--target", type=float, default=10_000.0, help="samples/s of the simulated run")
+    parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks of the simulated run")
     parser.add_argument("--gpus", default="8,64,1000,10000,100000")
     args = parser.parse_args()
     costs: dict[int, dict[str, Cost]] = {}
     worst = 0.0
     for shards in map(int, args.shards.split(",")):
-        points = measured(args, shards, SAMPLE_TOKENS)
+        points = measured(args, shards)
         costs[shards] = calibrated(points)
         worst = max(worst, compared(points, costs[shards], args.cores))
     print(
@@ -229,10 +240,7 @@ def main() -> None:
     )
     most = costs[max(costs)]
     print(f"simulated at {args.target:.0f} samples/s, a core for each process:")
-    print_target(args.target, {shards: costs.get(shards, most) for shards in (1, 2, 4, 8)})
-    short = calibrated(measured(args, max(costs), SHORT_TOKENS))
-    print("the same with a feeder that gets no tokens (not built):")
-    print_target(args.target, {shards: most | {"feeder": short["feeder"]} for shards in (2, 4, 8)})
+    print_target(args.target, {shards: costs.get(shards, most) for shards in (1, 2, 4, 8)}, args.ranks)
     print("costs of the sample path; formulas: samples/s = GPUs * share of engines * tokens/s / tokens of a sample;")
     print("MB/s = samples/s * bytes * (copies + 1 read); cores = base + cost * samples/s, of servers times copies")
     print(f"with {Prices()}, {SAMPLE_BYTES} bytes and {SAMPLE_TOKENS} tokens a sample")
@@ -242,21 +250,29 @@ def main() -> None:
         raise SystemExit(f"simulation and measurement differ by {100 * worst:.0f} %")
 
 
-def measured(args: argparse.Namespace, shards: int, num_tokens: int) -> list[Point]:
+def measured(args: argparse.Namespace, shards: int) -> list[Point]:
     """Measure at each rate, and print what was measured."""
-    options = {"actors": args.actors, "seconds": args.seconds, "shards": shards, "tokens": num_tokens}
+    options = {
+        "actors": args.actors,
+        "seconds": args.seconds,
+        "shards": shards,
+        "tokens": SAMPLE_TOKENS,
+        "groups": GROUPS_PER_STEP,
+    }
     points = measure(argparse.Namespace(**options), [float(rate) for rate in args.rates.split(",")])
     for point in points:
         report(point, args.actors)
     return points
 
 
-def print_target(target: float, costs: Mapping[int, Mapping[str, Cost]]) -> None:
+def print_target(target: float, costs: Mapping[int, Mapping[str, Cost]], num_ranks: int) -> None:
     """Print what a run at ``target`` samples/s does, by the number of streams."""
-    print("| streams | trained/s | busiest server | busiest reader | feeder | behind after 10 s | at the end |")
+    print("| streams | trained/s | busiest server | reader | feeder | rank | behind after 10 s | at the end |")
     for shards, chosen in costs.items():
-        result = simulate(chosen, rate=target, shards=shards, cores=math.inf, servers=shards)
-        cells = [f"{100 * result.busiest.get(name, 0.0):.0f} %" for name in ("nats-server", "readers", "feeder")]
+        result = simulate(chosen, rate=target, shards=shards, cores=math.inf, servers=shards, num_ranks=num_ranks)
+        cells = [
+            f"{100 * result.busiest.get(name, 0.0):.0f} %" for name in ("nats-server", "readers", "feeder", "rank")
+        ]
         behind = f"{result.behind[10]:.0f} | {result.behind[-1]:.0f}"
         print(f"| {shards} | {result.trained:.0f} | {' | '.join(cells)} | {behind} |")
 

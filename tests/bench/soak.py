@@ -69,6 +69,7 @@ SETTINGS = (
     *(f"run={RUN}", "learner.checkpoint_every=20", "bus.lease_s=5", "bus.history_samples=500", "up.require_reward=-1"),
     *("up.restarts=1000000", "up.restart_window_s=0.4", "up.dashboard=false", "weights.phase_deadline_s=20"),
     *("bus.samples_max_bytes=50000000", "bus.trained_max_bytes=500000", "bus.duplicate_window_s=20"),
+    "bus.history_steps=500",
 )
 """Streams of small bounds, which are reached within a hundred steps."""
 
@@ -208,6 +209,9 @@ def bounds() -> dict[str, float]:
     }
     buckets = [subjects.bucket_stream(RUN, bucket) for bucket in subjects.BUCKETS]
     rows = {name: ROWS for name in buckets if name not in RECORD}
+    # Twice the settings, and the marks of three checkpoints; four records a step: plan, outcome, and those given up
+    kept = 2 * config.bus.history_steps + 3 * learner.checkpoint_every
+    rows |= {RECORD[0]: 4 * kept, RECORD[1]: 2 * kept}
     return streams | rows | {FILES: 1.0, SERVER: SERVER_MB + PROGRAM_MB}
 
 

@@ -204,7 +204,7 @@ def _children(process: subprocess.Popen[str]) -> list[tuple[str, psutil.Process]
                 found.append((words[words.index("tidemill") + 1], child))
             elif child.name() == "nats-server":
                 found.append(("nats-server", child))
-            elif any(word.endswith("reader_processes") for word in words):
+            elif any(word.endswith("shard_reader") for word in words):
                 found.append((READER, child))
             elif any(word.endswith("child_program.py") for word in words):
                 found.append((CHILD, child))

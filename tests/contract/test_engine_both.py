@@ -47,7 +47,6 @@ VOCABULARY = 299
 TOLERANCE = 1e-3
 """Nats, with fp32 on both sides."""
 PROMPT = [5, 6, 7, 8]
-LONG = 1200
 AT_ONCE_S = 45
 """Seconds, fewer than those of a group that waits for a message."""
 
@@ -76,7 +75,7 @@ def models() -> list[Any]:
 
 def asked(kind: Kind, served: Served, *, after: int = 30) -> AbstractAsyncContextManager[Watched]:
     """Ask for a response that is held after ``after`` steps, until its gate is opened."""
-    return watching(served, PROMPT, gate=kind.hold(served, after=after), max_new_tokens=LONG, ignore_eos=True)
+    return watching(served, PROMPT, gate=kind.hold(served, after=after), max_new_tokens=kind.long, ignore_eos=True)
 
 
 async def until_unfinished(served: Served, count: int) -> None:
@@ -132,7 +131,7 @@ async def test_one_request_lives_through_three_pushes(kind: Kind, directories: l
         assert served.engine.stats()["requests_aborted_by_pushes"] == 0
     spans = made["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "1", "2", "3"]
-    assert (made["meta_info"]["finish_reason"]["type"], len(made["output_ids"])) == ("length", LONG)
+    assert (made["meta_info"]["finish_reason"]["type"], len(made["output_ids"])) == ("length", kind.long)
     wanted = await log_probs_across(models, made, PROMPT, kept=True)
     assert np.abs(told_log_probs(made) - wanted).max() < TOLERANCE
 
@@ -142,7 +141,7 @@ async def test_one_stops_and_the_others_go_on(kind: Kind, directories: list[Path
         await one.beyond(0)
         body = {
             "input_ids": PROMPT,
-            "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": kind.long, "ignore_eos": True},
             "rid": "watched-2",
         }
         other = asyncio.create_task(served.post("/generate", body))
@@ -154,16 +153,16 @@ async def test_one_stops_and_the_others_go_on(kind: Kind, directories: list[Path
         assert made["meta_info"]["finish_reason"]["type"] == "abort"
         stats = served.engine.stats()
         assert (stats["requests_aborted"], stats["requests_aborted_by_pushes"]) == (1, 0)
-        assert 10 < len(told_log_probs(made)) < LONG
+        assert 10 < len(told_log_probs(made)) < kind.long
         one.gate.open()
         status, answer = await other
-        assert (status, len(answer["output_ids"]), answer["meta_info"]["id"]) == (200, LONG, "watched-2")
+        assert (status, len(answer["output_ids"]), answer["meta_info"]["id"]) == (200, kind.long, "watched-2")
 
 
 async def test_a_request_of_several_prompts_ends_by_its_name(kind: Kind, directories: list[Path]) -> None:
     async with kind.serving(directories[0]) as served, asked(kind, served) as one:
         await one.beyond(0)
-        sampling = {"max_new_tokens": LONG, "ignore_eos": True}
+        sampling = {"max_new_tokens": kind.long, "ignore_eos": True}
         body = {"input_ids": [PROMPT, PROMPT[:2]], "sampling_params": sampling, "rid": "both"}
         both = asyncio.create_task(served.post("/generate", body))
         await one.beyond(10)
@@ -173,14 +172,14 @@ async def test_a_request_of_several_prompts_ends_by_its_name(kind: Kind, directo
         assert (status, [made["meta_info"]["finish_reason"]["type"] for made in answers]) == (200, ["abort", "abort"])
         assert [made["meta_info"]["id"] for made in answers] == ["both_0", "both_1"]
         one.gate.open()
-        assert len((await one.task)["output_ids"]) == LONG
+        assert len((await one.task)["output_ids"]) == kind.long
 
 
 async def test_what_ends_requests_for_an_update_is_counted(kind: Kind, directories: list[Path]) -> None:
     """A pushing method that this system does not use: pause (abort), update, continue. Streamed or not."""
     async with kind.serving(directories[0]) as served, asked(kind, served) as one:
         await one.beyond(0)
-        other = asyncio.create_task(served.generate(PROMPT, max_new_tokens=LONG, ignore_eos=True))
+        other = asyncio.create_task(served.generate(PROMPT, max_new_tokens=kind.long, ignore_eos=True))
         await one.beyond(10)
 
         async def both_run() -> bool:
@@ -208,7 +207,7 @@ async def test_what_is_paused_goes_on_where_it_was(kind: Kind, directories: list
         await served.client.resume()
         made = await one.task
         assert len((await later)["output_ids"]) == 4
-    assert len(made["output_ids"]) == LONG
+    assert len(made["output_ids"]) == kind.long
     await assert_made_by(models[0], 0, made)
 
 
@@ -218,7 +217,11 @@ async def test_who_is_aborted_in_a_pause_is_not_answered_in_full_after_it(kind: 
         await one.beyond(10)
         await served.client.pause()
         one.gate.open()
-        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}, "rid": "later"}
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": kind.long, "ignore_eos": True},
+            "rid": "later",
+        }
         later = asyncio.create_task(served.post("/generate", body))
         await until_unfinished(served, 2)
         await asyncio.sleep(0.3)
@@ -228,7 +231,7 @@ async def test_who_is_aborted_in_a_pause_is_not_answered_in_full_after_it(kind: 
         await served.client.resume()
         (status, answer), made = await later, await one.task
         assert (status, answer["meta_info"]["finish_reason"]["type"]) == (200, "abort")
-        assert answer["meta_info"]["completion_tokens"] < LONG
+        assert answer["meta_info"]["completion_tokens"] < kind.long
         assert made["meta_info"]["finish_reason"]["type"] == "abort"
         assert served.engine.stats()["requests_aborted"] == 2
 

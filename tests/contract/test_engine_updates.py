@@ -351,7 +351,7 @@ async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: lis
             assert (await push.end(1))[0] == 400
         async with joined(served) as push:  # the same name again
             await push.begin(1)
-            asked = asyncio.create_task(push.bucket(tensors, send=False, timeout_s=20))
+            asked = asyncio.create_task(push.bucket(tensors, send=False, timeout_s=LIMIT_S))
             await served.until(lambda: any(each.receiving for each in served.engine.updates.groups.values()))
             push.group.close()  # the learner dies
             status, answer = await asked

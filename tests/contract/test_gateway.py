@@ -20,7 +20,7 @@ from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, Program, Stage, chat, said, stage, task
 from tests.examples import examples
 from tests.tiny_models import write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.engines.responses import GenerationFailed
 from tidemill.actors.episodes.port import EpisodeResult, Unfinished
 from tidemill.actors.text.text import Text
@@ -694,7 +694,9 @@ def test_hostile_requests_are_refused_and_the_episode_goes_on(
     loop, scene, client = loop_scene
 
     async def ask() -> int:
-        async with scene.session.post(client.root + path, data=body, timeout=aiohttp.ClientTimeout(20)) as response:
+        async with scene.session.post(
+            client.root + path, data=body, timeout=aiohttp.ClientTimeout(LIMIT_S)
+        ) as response:
             await response.read()
             return response.status
 

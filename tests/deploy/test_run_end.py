@@ -19,12 +19,13 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.wire.rows import EndRow, Outcome
 from tidemill.bus.wire.subjects import END_KEY
-from tidemill.launch.run.run_end import LearnerEnd, end_of, wait_ended
+from tidemill.launch.cli.main import main
+from tidemill.launch.run.run_end import LearnerEnd, end_of, new_end, wait_ended
 from tidemill.launch.settings.config_loader import load, to_map
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.errors import ConfigRefused, LearnerError
 from tidemill.learner.feed.feeder import row_publisher
-from tidemill.learner.feed.outcomes import record_end
+from tidemill.learner.feed.outcomes import record_end, remove_end
 
 __all__ = ["open_world"]
 FAILED = EndRow(outcome=Outcome.FAILED, code=78, reason="learner.steps: want > 0", step=0, time_s=0.0)
@@ -123,6 +124,32 @@ async def test_a_drained_learner_knows_whether_its_run_is_done(
         async with end.noted(draining):
             draining.set()
         assert end.drained is drained
+
+
+async def test_workers_of_a_run_that_is_resumed_wait_for_its_learner(open_bus: BusOpener) -> None:
+    """They may start before it, and then see the end of the learner before."""
+    async with open_bus() as bus:
+        await put(bus, DONE)
+        waiting = asyncio.create_task(new_end(bus, resume_s=3600.0))
+        async with row_publisher(bus, await raise_epoch(bus), phase="working") as working:
+            await working.stored()
+            await remove_end(bus)
+        again = dataclasses.replace(DONE, step=4, epoch=2)
+        await put(bus, again)
+        assert await waiting == again
+        assert await new_end(bus, resume_s=0.2) == again, "without a learner the run has ended"
+
+
+async def test_a_learner_that_is_refused_before_it_connects_records_why(
+    nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path
+) -> None:
+    async with open_bus() as bus:
+        settings = [f"--set={text}" for text in (f"run={bus.run}", f"directory={tmp_path}", "data.path=/none.jsonl")]
+        words = ["learner", "--config", str(SMOKE), "--bus", nats_server.url, *settings]
+        assert await asyncio.to_thread(main, words) == 78
+        end = await end_of(bus)
+        assert end is not None
+        assert (end.outcome, end.code) == (Outcome.FAILED, 78) and "/none.jsonl" in end.reason
 
 
 @pytest.mark.usefixtures("fork_server")

@@ -85,6 +85,39 @@ async def test_every_sample_is_archived_once_despite_kills(
         assert len(list(out.glob("*.tide"))) > 5, "recordings are closed when they are large enough"
 
 
+async def test_every_shard_is_archived_once_despite_kills(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """Each has a registered reader and a directory of its own, which is an archive like that of one stream."""
+    out = tmp_path / "archive"
+    seqs = []
+
+    async with open_bus(sample_shards=2) as bus:
+
+        async def published(first: int, last: int) -> None:
+            for number in range(first, last + 1):
+                of = task(number, run=bus.run)
+                seqs.append(await bus.samples.publish(sample(of, 0, attempt=f"n{number}")))
+
+        async def both_at(floor: int) -> bool:
+            places = await Cursors(bus).all()
+            return len(places) == 2 and all(place.floor >= floor for place in places.values())
+
+        await published(1, 40)
+        async with archiving(nats_server.url, bus.run, out, "--rotate", "0.004") as process:
+            await until(lambda: both_at(min(seqs)))
+            process.kill()
+        await published(41, 60)
+        async with archiving(nats_server.url, bus.run, out, "--rotate", "0.004") as process:
+            await until(lambda: both_at(max(seqs) - 1))
+            process.send_signal(signal.SIGTERM)
+            assert await process.ended() == 0
+        for shard in range(2):
+            found = archived(out / f"shard-{shard}of2")
+            assert [seq for seq, _ in found] == [seq for seq in seqs if seq % 2 == shard]
+        assert set(await Cursors(bus).all()) == {"archive-0of2", "archive-1of2"}
+
+
 async def test_archived_samples_are_not_written_again_if_the_position_was_not_moved(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
 from tidemill.bus.server.auth import credentials_file, make_users, read_credentials
 from tidemill.bus.server.embedded_bus import EmbeddedBus
-from tidemill.bus.streams.bus import Bus, connect, find_run
+from tidemill.bus.streams.bus import Bus, connect, find_run, raise_epoch, runs_on
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import DeadLetterDecision, Done
 from tidemill.bus.wire.rows import LiveRow
@@ -40,7 +40,7 @@ from tidemill.launch.settings.config_loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "r"
-CONFIG = BusConfig(auth=True, auth_users=2, lease_s=600.0, max_attempts=1, max_payload_bytes=8192)
+CONFIG = BusConfig(auth=True, auth_users=2, auth_shadows=("x",), lease_s=600.0, max_attempts=1, max_payload_bytes=8192)
 AT_ONCE_S = 14.0
 """Seconds, below the waits of a bus that does not answer (15 s and without end)."""
 
@@ -177,6 +177,13 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
     "the end of a stream": ("viewer", _api("STREAM.DELETE.TM_r_SAMPLES")),
     "another queue": ("viewer", _api("CONSUMER.CREATE.TM_r_TASKS.rollout")),
     "the end of a queue": ("viewer", _api("CONSUMER.INFO.TM_r_SAMPLES.x")),
+    "a sample of a shadow": ("shadow-x", lambda bus: bus.samples.publish(make_sample(RUN, actor="shadow-x"))),
+    "a lease of a shadow": ("shadow-x", lambda bus: bus.tasks.lease(60)),
+    "a plan of a shadow": ("shadow-x", lambda bus: _publish(bus, "tm.r.plan.plan")),
+    "a row of a shadow": ("shadow-x", lambda bus: bus.rows("weights").put("head", {"version": 9})),
+    "a purge by a shadow": ("shadow-x", _api("STREAM.PURGE.TM_r_SAMPLES")),
+    "another queue of a shadow": ("shadow-x", _api("CONSUMER.CREATE.TM_r_TASKS.rollout")),
+    "keys of a shadow": ("shadow-x", _api("STREAM.MSG.GET.KV_TM_r_keys")),
     "another run's stream": ("learner", _api("STREAM.CREATE.TM_other_TASKS")),
 }
 
@@ -226,6 +233,31 @@ async def test_only_roles_that_send_or_receive_commands_read_the_admin_key(as_us
                         await bus.rows(bucket).put(key, {"key": "mine"})
 
 
+async def test_a_shadow_reads_the_run_and_writes_a_run_of_its_own(
+    as_user: As, guarded: EmbeddedBus, auth_dir: Path
+) -> None:
+    line = line_of(guarded.url, auth_dir, "shadow-x")
+    async with as_user("learner") as learner, connect(line, f"{RUN}-x", CONFIG, name="shadow-x") as own:
+        await own.create_layout(shadow=True)
+        await learner.tasks.fence(1)
+        task = await learner.tasks.issue(make_task(RUN, epoch=1))
+        await learner.plans.fence(1)
+        await learner.plans.append(Done(epoch=1, step=1, metrics={}))
+        async with connect(line, RUN, CONFIG, name="shadow-x") as run:
+            assert [record.step async for _, record in run.plans.scan() if isinstance(record, Done)] == [1]
+            assert (await run.tasks.fetch(task)).id == task
+            async with as_user("actor-0") as actor:
+                seq = await actor.samples.publish(make_sample(RUN, task=task, actor="actor-0"))
+            assert (await run.samples.fetch(seq)).task == task
+        epoch = await raise_epoch(own)
+        await own.plans.fence(epoch)
+        await own.plans.append(Done(epoch=epoch, step=1, metrics={"loss": 1.0}))
+        async with HeartbeatPublisher(own, row("learner", "learner")) as beating:
+            await beating.stored()
+        assert [record.step async for _, record in own.plans.scan() if isinstance(record, Done)] == [1]
+        assert await runs_on(learner.jet.connection) == [RUN], "no actor takes it for a run"
+
+
 async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
     tries: list[str] = []
     async with as_user("learner"), as_user("actor-0") as bus:
@@ -255,9 +287,12 @@ async def test_no_user_can_subscribe_to_anothers_answers(as_user: As, caplog: py
 
 
 async def test_a_viewer_sees_the_runs_of_its_bus(as_user: As, guarded: EmbeddedBus, auth_dir: Path) -> None:
-    async with as_user("learner"):
-        (run,) = await read_runs(line_of(guarded.url, auth_dir, "viewer"), wait_s=60)
+    line = line_of(guarded.url, auth_dir, "shadow-x")
+    async with as_user("learner"), connect(line, f"{RUN}-x", CONFIG, name="shadow-x") as own:
+        await own.create_layout(shadow=True)
+        run, shadow = await read_runs(line_of(guarded.url, auth_dir, "viewer"), wait_s=60)
     assert (run.name, run.state, run.has_tasks) == (RUN, "no learner yet", True)
+    assert (shadow.name, shadow.has_tasks) == (f"{RUN}-x", False)
 
 
 @pytest.mark.parametrize("user", ["viewer", "actor-0"])
@@ -413,6 +448,8 @@ async def test_a_user_gets_a_new_password_while_the_others_stay_connected(
         await until(lambda: not renewed.connected)
         await other.samples.publish(make_sample(RUN, actor="actor-1"))
         assert [bus.nc.stats["reconnects"] for bus in (learner, other)] == outages
+        with pytest.raises(Denied, match=r"actor-0 at .*: denied: wrong name or password"):
+            await renewed.tasks.lease(60)
     assert line_of(guarded.url, auth_dir, "actor-0") != before
     with pytest.raises(BusError):
         async with connect(before, RUN, CONFIG, name="actor-0", wait_s=1):

@@ -9,21 +9,27 @@ from contextlib import aclosing
 from typing import TypeVar
 
 import pytest
+import zmq
 
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
+from tests.feeder_kit import KEYS
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ConfigMismatch, StreamReplaced, StreamTrimmed, WireError
 from tidemill.bus.server.auth import permissions
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.reader_processes import ReaderEnded, ReaderFrozen, ShardReaders
-from tidemill.bus.streams.readers import History, ManyShards, Reader
+from tidemill.bus.streams.readers import Cursors, History, Reader, shard_extents
 from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.system.processes import Child
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Cursor, Sample
 from tidemill.bus.wire.shards import Shards, is_behind
+from tidemill.learner.buffer.sample_index import SampleIndex, Unusable
+from tidemill.learner.errors import FeedError
+from tidemill.learner.feed.read_options import ReadOptions
+from tidemill.learner.feed.sample_transfer import SampleClient
+from tidemill.learner.feed.shard_readers import ReaderEnded, ReaderFrozen, ShardReaders
 from tidemill.weightstore.store.registry import VersionRegistry
 
 SHARDS = 3
@@ -39,8 +45,37 @@ async def read(reading: AsyncGenerator[T], count: int) -> list[T]:
         return [await anext(messages) for _ in range(count)]
 
 
-def read_by_processes(server: EmbeddedServer, bus: Bus, cursor: Cursor, passed: list[int]) -> AsyncGenerator[Received]:
-    return ShardReaders(server.url, bus.run, bus.config).read(cursor, vocab_size=100, on_passed=passed.append)
+def shard_readers(
+    server: EmbeddedServer, bus: Bus, *, vocab_size: int = 100, with_data: bool = False, silent_s: float = 60.0
+) -> ShardReaders:
+    options = ReadOptions(vocab_size=vocab_size, with_data=with_data)
+    listen = "tcp://127.0.0.1:1"
+    return ShardReaders(server.url, bus.run, bus.config, options, listen=listen, keys=KEYS, silent_s=silent_s)
+
+
+async def entries_of(
+    readers: ShardReaders, cursor: Cursor, passed: list[int]
+) -> AsyncGenerator[SampleIndex | Unusable]:
+    """Yield the entries one by one."""
+    async with aclosing(readers.read(cursor, on_passed=passed.append)) as reading:
+        async for rows in reading:
+            for entry in rows.entries:
+                yield entry
+
+
+def read_by_processes(
+    server: EmbeddedServer, bus: Bus, cursor: Cursor, passed: list[int]
+) -> AsyncGenerator[SampleIndex | Unusable]:
+    return entries_of(shard_readers(server, bus, with_data=True), cursor, passed)
+
+
+def content_of(message: Received | SampleIndex | Unusable) -> Sample | WireError:
+    match message:
+        case SampleIndex():
+            return message.content
+        case Unusable():
+            return message.error
+    return message.sample
 
 
 async def test_a_task_chooses_the_stream_and_a_sequence_names_one_message(open_bus: BusOpener) -> None:
@@ -96,7 +131,7 @@ async def test_a_cursor_goes_on_in_every_shard(
         )
         messages = await read(reading, 4)
         assert {received.seq for received in messages} == {first[1], first[3], large, invalid}
-        by_seq = {received.seq: received.sample for received in messages}
+        by_seq = {received.seq: content_of(received) for received in messages}
         assert isinstance(by_seq[invalid], WireError)
         whole = by_seq[first[3]]
         assert isinstance(whole, Sample)
@@ -104,7 +139,8 @@ async def test_a_cursor_goes_on_in_every_shard(
         of_shards = [[seq for seq in passed if seq % SHARDS == shard] for shard in range(SHARDS)]
         assert all(seqs == sorted(set(seqs)) for seqs in of_shards)
         assert first[0] not in passed
-        assert {len([seq for seq in seqs if seq < large]) for seqs in of_shards} >= {1}
+        if not by_processes:  # they say of many sequences at once that they are passed
+            assert {len([seq for seq in seqs if seq < large]) for seqs in of_shards} >= {1}
 
 
 async def test_a_cursor_of_other_streams_or_of_trimmed_messages_is_refused(
@@ -143,10 +179,23 @@ async def test_another_number_of_shards_is_refused_before_anything_is_made(
         ]
 
 
-async def test_a_registered_reader_is_refused(open_bus: BusOpener) -> None:
+async def test_a_registered_reader_reads_its_shard_alone_and_goes_on_there(open_bus: BusOpener) -> None:
     async with open_bus(sample_shards=2) as bus:
-        with pytest.raises(ManyShards, match=r"want bus\.sample_shards: 1, this run has 2"):
-            await Reader.open(bus, "archive")
+        seqs = await publish(bus, *range(1, 7))
+        of_shard_1 = [seq for seq in seqs if seq % 2 == 1]
+        first = await Reader.open(bus, "mine", shard=1)
+        messages = await read(first.read(check=False), 2)  # type: ignore[arg-type]
+        assert [received.seq for received in messages] == of_shard_1[:2]
+        await first.advance(of_shard_1[0])
+        again = await Reader.open(bus, "mine", shard=1)
+        messages = await read(again.read(check=False), 2)  # type: ignore[arg-type]
+        assert [received.seq for received in messages] == of_shard_1[1:]
+        with pytest.raises(StreamReplaced):
+            await Reader.open(bus, "mine", shard=0)
+        created, extent = list((await shard_extents(bus.jet)).items())[1]
+        assert await Cursors(bus).first_needed(created) == of_shard_1[0] + 1
+        assert (await Cursors(bus).all())["mine"].created == created
+        assert extent.behind(of_shard_1[0]) == 2
 
 
 async def test_a_sample_in_the_shard_of_another_task_is_invalid(open_bus: BusOpener) -> None:
@@ -184,7 +233,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
             await super().start(pass_fds)  # type: ignore[arg-type]
             children.append(self)
 
-    monkeypatch.setattr("tidemill.bus.streams.reader_processes.Child", Noted)
+    monkeypatch.setattr("tidemill.learner.feed.shard_readers.Child", Noted)
     return children
 
 
@@ -209,9 +258,7 @@ async def test_a_killed_or_frozen_reader_ends_the_reading(
 ) -> None:
     async with open_bus(sample_shards=2) as bus:
         await publish(bus, 1, 2)
-        readers = ShardReaders(nats_server.url, bus.run, bus.config, silent_s=8)
-        passed: list[int] = []
-        reading = readers.read(await bus.samples.cursor(), vocab_size=100, on_passed=passed.append)
+        reading = entries_of(shard_readers(nats_server, bus, silent_s=8), await bus.samples.cursor(), [])
         async with asyncio.timeout(60), aclosing(reading):
             assert {(await anext(reading)).seq % 2, (await anext(reading)).seq % 2} == {0, 1}
             of_shard(started, 1).send(number)
@@ -261,15 +308,45 @@ async def test_parts_of_every_shard_are_joined_and_outlive_trimming(
         assert [state.messages for state in await bus.samples.states()] == [3, 3]
         floors = tuple(sorted(seqs[2:4], key=lambda seq: seq % 2))
         cursor = dataclasses.replace(begin, floor=min(floors), floors=floors)
-        readers = ShardReaders(nats_server.url, bus.run, bus.config)
-        messages = await read(readers.read(cursor, vocab_size=size + 3, on_passed=lambda seq: None), 2)
+        readers = shard_readers(nats_server, bus, vocab_size=size + 3, with_data=True)
+        messages = await read(entries_of(readers, cursor, []), 2)
         assert {received.seq for received in messages} == set(seqs[-2:])
-        whole = [*[received.sample for received in messages], *[await bus.samples.fetch(seq) for seq in seqs[-2:]]]
+        whole = [*[content_of(received) for received in messages], *[await bus.samples.fetch(seq) for seq in seqs[-2:]]]
         for sample in whole:
             assert isinstance(sample, Sample), sample
             assert sample.tokens.tolist() == samples[-1].tokens.tolist()
         stored = await History(bus.jet).payload(seqs[-1])
         assert stored.data == encode_sample(samples[-1])
+
+
+async def test_ranks_fetch_samples_from_the_readers_until_these_are_released(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
+    """Only the index of a sample comes to the feeder; a reader has the sample until the feeder releases it."""
+    async with open_bus(sample_shards=2) as bus:
+        samples = [make_sample(bus.run, task=task, length=1000) for task in (1, 2, 3)]
+        seqs = [await bus.samples.publish(sample) for sample in samples]
+        readers = shard_readers(nats_server, bus, vocab_size=2000)
+        async with asyncio.timeout(60), aclosing(entries_of(readers, await bus.samples.cursor(), [])) as reading:
+            entries = [await anext(reading) for _ in seqs]
+            assert all(isinstance(entry, SampleIndex) and not entry.data for entry in entries)
+            fetched = await asyncio.to_thread(fetch, readers, seqs)
+            assert [fetched[seq].tokens.tolist() for seq in seqs] == [sample.tokens.tolist() for sample in samples]
+            readers.release(seqs[:1])
+            with pytest.raises(FeedError, match="want 2 samples, got 0"):
+                while True:  # until the reader has read what is released
+                    await asyncio.to_thread(fetch, readers, [seqs[0], seqs[2]])
+            assert set(await asyncio.to_thread(fetch, readers, seqs[1:])) == set(seqs[1:])
+
+
+def fetch(readers: ShardReaders, seqs: list[int]) -> dict[int, Sample]:
+    """Fetch samples as a rank does."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as feeder:
+        client = SampleClient(context, "tcp://127.0.0.1:1", KEYS)
+        try:
+            return client.fetch(seqs, readers.ports, silence_s=30, feeder=feeder, on_feeder=lambda: None)
+        finally:
+            client.close()
 
 
 def test_users_may_store_their_own_samples_in_every_shard() -> None:

@@ -15,6 +15,7 @@ from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.sample_index import index_of
 
 
 def episode(of: Task, index: int, sequences: int, *, attempt: str = "a", filler: int = 0) -> Sample:
@@ -53,9 +54,11 @@ async def read(bus: Bus, rule: DataRules, count: int) -> tuple[DataSource, dict[
     found: dict[int, Sample] = {}
     reading = bus.samples.read(Cursor(created=(await bus.samples.info()).created, floor=0))
     for received in await take(reading, count):
-        source.add(received.seq, received.sample, 0.0, received.actor)
         if isinstance(received.sample, Sample):
+            source.add(index_of(received.seq, received.sample, received.actor), 0.0)
             found[received.seq] = received.sample
+        else:
+            source.refuse(received.seq, received.sample, received.actor)
     await reading.aclose()  # type: ignore[attr-defined]
     return source, found
 

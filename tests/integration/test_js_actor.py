@@ -10,6 +10,7 @@ import pytest
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 from tests.js_kit import installed, js_actor
+from tests.waits import LIMIT_S
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire.messages import Dead, Sampling
 
@@ -30,7 +31,7 @@ async def test_a_request_no_engine_can_serve_is_dead_with_the_place_of_its_promp
     async with open_bus(max_attempts=2) as bus, engine(bus):
         config = {
             "bus": {"lease_s": bus.config.lease_s, "max_attempts": 2},
-            "actor": {"reward": "exact", "max_samples_in_flight": 8, "generate_timeout_s": 30, "retries": 3},
+            "actor": {"reward": "exact", "max_samples_in_flight": 8, "generate_timeout_s": LIMIT_S, "retries": 3},
         }
         await bus.rows("run").put("config", config)
         epoch = await take_over(bus)

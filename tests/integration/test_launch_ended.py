@@ -47,7 +47,7 @@ async def make_ended(root: Path, *, written: bool = True, **settings: object) ->
         if config.bus.auth:
             user, password = read_credentials(credentials_file(root / AUTH_DIR, "learner"))
             line = parse(line.line().replace("://", f"://{user}:{password}@"))
-        async with connect(line.line(), config.run, config.bus, name="maker", wait_s=20) as bus:
+        async with connect(line.line(), config.run, config.bus, name="maker", wait_s=LIMIT_S) as bus:
             await bus.jet.retry_for_ever(bus.create_layout)
             await make_run(bus)
             long = replace(data_kit.sample(data_kit.task(9), 0), run=bus.run, response="x" * 1_000_000)

@@ -18,6 +18,7 @@ from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.launched import ROOT, run_tidemill
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, release
+from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.episode_limits import Budget
@@ -290,6 +291,14 @@ async def test_a_bus_that_does_not_answer_is_reported_in_one_line() -> None:
     assert (code, out) == (2, "")
     assert len(errors.splitlines()) == 1
     assert "nats://127.0.0.1:1" in errors
+
+
+async def test_a_run_that_up_did_not_start_is_found_by_the_address_in_its_directory(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    async with open_bus() as bus:
+        (tmp_path / BUS_URL_FILE).write_text(nats_server.url)
+        assert await asyncio.to_thread(find_run, str(tmp_path), "", "") == (nats_server.url, bus.run)
 
 
 def test_a_run_is_found_by_its_directory(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.tasks import Lease
 from tidemill.bus.wire.messages import Dead, Settle, Task
 from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.feed.intake import LostTasks
 
 
@@ -63,7 +64,7 @@ async def test_a_task_is_judged_when_everything_stored_before_its_ack_is_read(op
         await until(lambda: lost._wanted >= (seqs[-1],))
         assert not found.is_set() and len(source.incomplete()) == 3, "its samples are stored, and not read yet"
         for index, seq in enumerate(seqs):
-            source.add(seq, data_kit.sample(done.task, index), 0.0)
+            source.add(index_of(seq, data_kit.sample(done.task, index)), 0.0)
         lost.passed(seqs[-1])
         await found.wait()
         settle = source.settlement()

@@ -28,9 +28,10 @@ from tidemill.bus.wire.messages import Dead
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli import main as cli
 from tidemill.launch.page import export as page_export
+from tidemill.launch.page import static_files
 from tidemill.launch.page.access import POLICY, PageAccess
-from tidemill.launch.page.export import joined
 from tidemill.launch.page.serve import access_of
+from tidemill.launch.page.static_files import joined, read_files
 from tidemill.launch.run.page_process import URL_FILE, keep_page
 
 # ---- access
@@ -261,7 +262,7 @@ async def test_an_export_holds_the_answers_in_one_file_that_allows_only_itself(
     static.mkdir()
     for name, text in {**MODULES, "app.css": "p { color: red }", "icon.svg": "<svg/>"}.items():
         (static / name).write_text(text)
-    monkeypatch.setattr(page_export, "STATIC", static)
+    monkeypatch.setattr(static_files, "STATIC", static)
     file = tmp_path / "run.html"
     async with open_bus() as bus:
         run = await Run(bus).begin()
@@ -291,3 +292,18 @@ async def test_an_export_holds_the_answers_in_one_file_that_allows_only_itself(
     assert "default-src 'none'" in policy and not re.search(r"(src|href)=\"(?!data:)", page)
     small = file.read_text()
     assert len(small) < len(page) and "would be too large" in small
+
+
+async def test_files_are_sent_once_and_modules_as_one(open_bus: BusOpener) -> None:
+    """A browser that has a file asks with its tag, and gets no second copy of it."""
+    async with open_bus() as bus, page_of(bus) as page:
+        packed = {"Accept-Encoding": "deflate"}
+        for name, file in read_files().items():
+            answer = await page.request("GET", f"/static/{name}", headers=packed)
+            assert (answer.status, answer.body) == (200, file.body)
+            again = await page.request("GET", f"/static/{name}", headers={"If-None-Match": answer.headers["ETag"]})
+            assert (again.status, again.body, secure(again)) == (304, b"", True)
+            other = await page.request("GET", f"/static/{name}", headers={"If-None-Match": '"x"', **packed})
+            assert other.body == file.body
+        script = (await page.request("GET", "/static/app.js")).body
+        assert b"\nimport " not in script and b"class Lanes " in script

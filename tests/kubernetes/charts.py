@@ -46,12 +46,14 @@ def objects(text: str) -> list[Object]:
 
 def of_kind(documents: Sequence[Object], kind: str, name: str) -> Object:
     """Return one object by its kind and its name without that of the run."""
-    (document,) = [
-        document
-        for document in documents
-        if document["kind"] == kind and document["metadata"]["name"] == f"{RUN}-{name}"
-    ]
+    (document,) = [document for document in documents if document["kind"] == kind and role_of(document) == name]
     return document
+
+
+def role_of(document: Object) -> str:
+    """Return the name of an object without those of its run and of the version of a Job."""
+    name = str(document["metadata"]["name"]).removeprefix(f"{RUN}-")
+    return name.rpartition("-")[0] if document["kind"] == "Job" else name
 
 
 def pods(documents: Sequence[Object]) -> Iterator[tuple[Object, Object]]:

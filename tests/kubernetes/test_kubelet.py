@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.kubernetes.charts import RUN, objects, rendered
+from tests.kubernetes.charts import RUN, objects, of_kind, rendered
 from tests.kubernetes.kubelet import Node, Pod
 from tests.launched import run_tidemill
 from tests.net.lab import Lab, why_not
@@ -47,7 +47,7 @@ async def test_a_run_of_pods_that_are_drained_replaced_and_lost(tmp_path: Path, 
     lab, node = cluster
 
     def pod(kind: str, role: str, *, index: int = 0, suffix: str = "a", machine: str = "") -> Pod:
-        owner = node.objects[kind, f"{RUN}-{role}"]
+        owner = of_kind(list(node.objects.values()), kind, role)
         return Pod(node=node, machine=lab[machine or role], owner=owner, index=index, suffix=suffix)
 
     bus = pod("StatefulSet", "bus", suffix="")

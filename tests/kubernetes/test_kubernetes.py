@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.kubernetes.charts import CHART, KUBERNETES, RUN, Object, objects, of_kind, output, pods, rendered, run
+from tests.kubernetes.charts import (
+    CHART,
+    KUBERNETES,
+    RUN,
+    Object,
+    objects,
+    of_kind,
+    output,
+    pods,
+    rendered,
+    role_of,
+    run,
+)
 from tests.kubernetes.scaled_object import SCALED_OBJECT
 from tests.schema_kit import errors
 from tidemill.bus import exit_codes
@@ -69,7 +81,7 @@ def test_every_container_is_confined_and_probed_and_drains_in_time(case: str) ->
         named = {variable["name"] for variable in container["env"]}
         words = [*container["command"], *(mount.get("subPathExpr", "") for mount in container["volumeMounts"])]
         assert {name for word in words for name in re.findall(r"\$\((\w+)\)", word)} <= named
-        if owner["metadata"]["name"] != f"{RUN}-audit":
+        if role_of(owner) != "audit":
             paths = [container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")]
             assert paths == ["/healthz", "/healthz", "/readyz"]
 
@@ -77,7 +89,7 @@ def test_every_container_is_confined_and_probed_and_drains_in_time(case: str) ->
 @case
 def test_jobs_end_for_codes_that_no_restart_cures_and_never_complete_by_a_drain(case: str) -> None:
     jobs = [document for document in objects(rendered(CASES[case])) if document["kind"] == "Job"]
-    assert any(job["metadata"]["name"] == f"{RUN}-learner" for job in jobs)
+    assert any(role_of(job) == "learner" for job in jobs)
     for job in jobs:
         fails, drained, disrupted = job["spec"]["podFailurePolicy"]["rules"]
         assert (fails["action"], set(fails["onExitCodes"]["values"])) == ("FailJob", set(exit_codes.FINAL))
@@ -85,9 +97,35 @@ def test_jobs_end_for_codes_that_no_restart_cures_and_never_complete_by_a_drain(
         assert (drained["action"], rest) == ("Ignore", [exit_codes.NOT_IN_TIME])
         assert (disrupted["action"], disrupted["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
         (container,) = job["spec"]["template"]["spec"]["containers"]
-        if not job["metadata"]["name"].endswith("-audit"):
+        if role_of(job) != "audit":
             place = container["command"].index("--drained-code")
             assert container["command"][place + 1] == str(code)
+
+
+FIXED = ("completionMode", "podFailurePolicy", "podReplacementPolicy", "template")
+"""Fields of a Job that Kubernetes refuses to change; ``completions`` of an indexed one follow its ``parallelism``."""
+
+
+@pytest.mark.parametrize(
+    ("value", "renamed"),
+    [
+        ("image=registry.example/tidemill:2", {"learner", "engine", "actor", "audit"}),
+        ("config.learner.steps=7", {"learner", "engine", "actor", "audit"}),
+        ("learner.nodeSelector.pool=big", {"learner"}),
+        ("engines.count=5", set()),
+    ],
+)
+def test_an_upgrade_changes_no_job_that_there_is(value: str, renamed: set[str]) -> None:
+    """Kubernetes refuses a change of a Job. A changed one has another name, and an equal one its name."""
+    words = [word for file in CASES["default"] for word in ("--values", file)]
+    texts = [output("helm", "template", RUN, CHART, *words, *more) for more in ([], ["--set", value])]
+    before, after = ({one["metadata"]["name"]: one for one in objects(text) if one["kind"] == "Job"} for text in texts)
+    for name in before.keys() & after.keys():
+        assert [before[name]["spec"].get(field) for field in FIXED] == [
+            after[name]["spec"].get(field) for field in FIXED
+        ]
+    assert {role_of(after[name]) for name in after.keys() - before.keys()} == renamed
+    assert {role_of(before[name]) for name in before.keys() - after.keys()} == renamed
 
 
 def test_a_process_gets_the_password_of_its_own_user_alone() -> None:
@@ -199,7 +237,10 @@ def test_the_overlay_moves_engines_and_actors_alone_to_spot_nodes(tmp_path: Path
     (tmp_path / "spot.yaml").write_text(yaml.safe_dump_all(spot.values()))
     validate(tmp_path / "spot.yaml")
     changed = {name for name, document in spot.items() if document != base[name]}
-    assert base.keys() == spot.keys() and changed == {("Job", "tidemill-engine"), ("Job", "tidemill-actor")}
+    assert base.keys() == spot.keys() and {name.rpartition("-")[0] for _, name in changed} == {
+        "tidemill-engine",
+        "tidemill-actor",
+    }
     for name in changed:
         pod = spot[name]["spec"]["template"]["spec"]
         assert pod["nodeSelector"] and pod["tolerations"]

@@ -19,6 +19,8 @@ ARGUMENTS = (
 WAIT_MS = 60_000
 """Longest wait for the page; it is an event that ends it."""
 CONTENT = "main:not([aria-busy]) > *"
+LEAVE = "hash => location.hash === hash || document.querySelector('main').setAttribute('aria-busy', 'true')"
+"""The page says that it is busy once it sees the new address, which may be after the first look of a test."""
 
 
 @contextmanager
@@ -67,6 +69,7 @@ class Reader:
 
     def show(self, name: str) -> None:
         """Show a page of the run, and wait until it is there."""
+        self.page.evaluate(LEAVE, f"#{name}")
         self.page.goto(f"{self.base}#{name}")
         self.page.wait_for_selector(CONTENT)
 

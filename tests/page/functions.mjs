@@ -8,7 +8,7 @@ import { nearest } from "./curves.js";
 import { layFlow } from "./charts.js";
 import { auditWords, balanceWords, isOld } from "./flow.js";
 import { Segments, phaseShares } from "./lanes.js";
-import { chooseNames, search, smooth } from "./learning.js";
+import { search, smooth } from "./learning.js";
 import { factText } from "./overview.js";
 import { EmbeddedSource, filterWords, matcher } from "./source.js";
 import { overlayValue } from "./sample.js";
@@ -82,6 +82,15 @@ test("the last ten steps decide about health", () => {
   assert.equal(format.judge(points, null, null).mark, "");
 });
 
+test("an item is put into its place, and replaces the one with its key", () => {
+  const points = [[1, 5], [3, 6]];
+  assert.deepEqual(format.addPoint(points, 2, 9), [[1, 5], [2, 9], [3, 6]]);
+  assert.deepEqual(format.addPoint(points, 3, 0), [[1, 5], [2, 9], [3, 0]]);
+  const long = Array.from({ length: 1_600 }, (_, step) => [step, 0]);
+  const reduced = format.addPoint(long, 1_600, 7);
+  assert.ok(reduced.length <= 1_600 && reduced.some(([, value]) => value === 7));
+});
+
 test("the nearest point of a curve", () => {
   const points = [[1, 0], [5, 0], [9, 0]];
   assert.deepEqual([0, 4, 6, 8, 99].map((step) => nearest(points, step)[0]), [1, 5, 5, 9, 9]);
@@ -112,7 +121,7 @@ test("a segment that comes again replaces the earlier one, and shares add up to 
 
 test("metrics are chosen by beginning and found by words and patterns", () => {
   const names = ["data/reward_mean", "eval/x", "eval/y", "train/entropy"];
-  assert.deepEqual(chooseNames(names, ["eval/*", "data/reward_mean"]), ["eval/x", "eval/y", "data/reward_mean"]);
+  assert.deepEqual(format.chooseNames(names, ["eval/*", "data/reward_mean"]), ["eval/x", "eval/y", "data/reward_mean"]);
   const metrics = names.map((name) => ({ name, meaning: name === "train/entropy" ? "mean entropy of the policy" : "" }));
   assert.deepEqual(search(metrics, "policy mean"), ["train/entropy"]);
   assert.deepEqual(search(metrics, "^eval/[xy]$"), ["eval/x", "eval/y"]);

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -75,12 +76,38 @@ def test_an_open_page_follows_the_run(address: str, live: LiveRun, browser: Any)
         reader.wait_step(step)
         reader.wait(f"step => ({STEPS_OF})('train/entropy')?.at(-1) === step", step)
         assert reader.page.evaluate(STEPS_OF, "train/entropy") == list(range(1, step + 1))
+        reader.show("overview")
+        before = reader.page.inner_text(".facts")
+        step = live.advance(2)
+        reader.wait(f"step => ({STEPS_OF})('Reward')?.at(-1) === step", step)
+        reader.wait("before => document.querySelector('.facts').innerText !== before", before)
         reader.show("fleet")
         reader.wait("() => /v0, [0-9]+ behind/.test(document.querySelector('[aria-label=Now]').textContent)")
         stored = "Number([...document.querySelectorAll('.fact dd')][2].textContent.replace(',', ''))"
         before = reader.page.evaluate(stored)
         live.publish(4_000, 0)
         reader.wait(f"before => {stored} > before", before)
+
+
+def test_what_a_first_chart_waits_for(address: str, live: LiveRun, browser: Any) -> None:
+    """The page's files, then its run and its data at once; nothing is fetched again when events come."""
+    for name, answers in (
+        ("overview", {"overview"}),
+        ("learning", {"metrics", "lags", "series"}),
+        ("fleet", {"fleet"}),
+    ):
+        with reading(browser, address) as reader:
+            reader.page.goto("about:blank")
+            paths: list[str] = []
+            reader.page.on("request", lambda request, paths=paths: paths.append(urlsplit(request.url).path))
+            reader.show(name)
+            reader.wait(f"() => {DRAWN} > 0")
+            files = ["/", "/static/app.css", "/static/app.js"]
+            needed = {*files, "/events", "/api/run", *(f"/api/{answer}" for answer in answers)}
+            late = {"/api/runs", "/static/icon.svg"}
+            assert needed <= set(paths) <= needed | late
+            reader.wait_step(live.advance(1))
+            assert paths.count("/api/run") == 1, "fetched again, because an event was missed"
 
 
 def test_a_restarted_bus_leaves_no_gap_and_no_double(address: str, live: LiveRun, browser: Any) -> None:

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data_kit import sample, task
+from tests.learner_steps import packed_by_ranks
 from tests.refusals import refusal
 from tidemill.bus.wire.messages import Plan, Sample, Status
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.plans import assign
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.data_metrics import lags_of
 from tidemill.learner.feed.feed_messages import decode_batch, encode_batch, encode_metadata, unpack
@@ -115,8 +117,10 @@ def test_lag_is_the_time_in_flight_and_the_time_in_the_queue(
     samples: list[Sample], data_parallel: int, oldest_step: int | None
 ) -> None:
     plan = plan_of(samples, data_parallel=data_parallel, oldest_step=oldest_step)
-    batches = build_batches(plan, samples)
-    in_queue, in_flight = lags_of(batches)
+    in_queue, in_flight, tokens = lags_of(
+        plan, [index_of(int(seq), one) for seq, one in zip(plan.seqs, samples, strict=True)]
+    )
+    in_queue, in_flight = np.repeat(in_queue, tokens), np.repeat(in_flight, tokens)
     expected = []
     for one in samples:
         lags = [lag for _, lag in tokens_by_loop(one, plan).values()]
@@ -232,17 +236,28 @@ def test_frames_round_trip(samples: list[Sample], offset: int) -> None:
         assert all(array.flags.aligned and array.flags.writeable for array in arrays)
 
 
+@given(steps(), st.integers(1, 3), st.sampled_from([1, 4]), st.sampled_from([None, 1]))
+@settings(max_examples=30)
+def test_ranks_that_pack_their_share_have_the_same_batch(
+    samples: list[Sample], data_parallel: int, pad_to: int, oldest_step: int | None
+) -> None:
+    """Of an index without tokens that came over msgpack, and of the samples."""
+    plan = plan_of(samples, data_parallel=data_parallel, oldest_step=oldest_step)
+    whole = build_batches(plan, samples, pad_to=pad_to)
+    assert all(map(same, whole, packed_by_ranks(plan, samples, pad_to=pad_to)))
+
+
 def test_metadata_is_one_more_frame() -> None:
     samples = [sample(task(1), 0, metadata={"level": "hard", "ids": [1, 2**40]}), sample(task(1), 1, metadata={})]
     (batch,) = build_batches(plan_of(samples), samples)
     frames = [bytes(frame) for frame in encode_batch(batch)]
-    header, packed = unpack(frames[0], where="test"), encode_metadata(samples)
+    header, packed = unpack(frames[0], where="test"), encode_metadata([index_of(0, one) for one in samples])
     again = decode_batch(header, [*frames[1:], packed], with_metadata=True)
     assert again.metadata == ({"level": "hard", "ids": [1, 2**40]}, {})
     assert again.rewards_N.tolist() == batch.rewards_N.tolist() and decode_batch(header, frames[1:]).metadata == ()
     for other, what in (
         (b"", "metadata of 2"),
-        (encode_metadata(samples[:1]), "got 1"),
+        (encode_metadata([index_of(0, samples[0])]), "got 1"),
         (packed[:-1], "metadata of 2"),
         (b"\x92\1\2", "got 2"),
     ):

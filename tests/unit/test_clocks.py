@@ -43,7 +43,7 @@ STAMPS = {
         "bus/client/jetstream.py",
         "bus/client/pull.py",
         "bus/client/rows.py",
-        *("bus/streams/shard_reading.py", "bus/streams/reader_processes.py", "bus/streams/fenced.py"),
+        *("bus/streams/shard_reading.py", "bus/streams/fenced.py"),
     },
 }
 """Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound,

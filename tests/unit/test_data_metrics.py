@@ -11,11 +11,16 @@ from tests.metric_names import undocumented
 from tidemill.bus.wire.messages import Plan, Sample, Span, Timings, Turns
 from tidemill.launch.cli.status import episodes_in_words
 from tidemill.learner.algorithms.alarms import AlarmConfig, Context
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.feed.data_metrics import SHARE, EpisodeAge, episode_metrics
 
 
+def metrics_of(samples: list[Sample], of: Plan) -> dict[str, float]:
+    return episode_metrics([index_of(0, one) for one in samples], of)
+
+
 def test_single_turns_have_none() -> None:
-    assert episode_metrics([make_sample()], plan()) == {}
+    assert metrics_of([make_sample()], plan()) == {}
     assert episodes_in_words({}) == ""
 
 
@@ -25,7 +30,7 @@ def test_an_episode_without_turns_and_tokens_is_counted() -> None:
     assert one.turns is not None
     turns = {name: value[:0] for name, value in vars_of(one.turns).items() if isinstance(value, np.ndarray | tuple)}
     none = replace(one.turns, **turns)
-    found = episode_metrics([replace(one, turns=none, tokens=one.tokens[:0])], plan())
+    found = metrics_of([replace(one, turns=none, tokens=one.tokens[:0])], plan())
     assert (found["data/turns_mean"], found["data/cut_turns_share"]) == (0, 0)
     assert (found["data/episode_seconds_p95"], found["data/masked_share_first_turn"]) == (0, 0)
 
@@ -57,10 +62,10 @@ def test_tokens_that_are_too_old_are_counted_for_the_first_turns_alone_too(
     """The example has two sampled tokens of version 5, its first turn, and behind the tool's result four of version
     6.
     """
-    found = episode_metrics([make_episode(), make_sample()], plan(oldest))
+    found = metrics_of([make_episode(), make_sample()], plan(oldest))
     assert found["data/masked_share_all_turns"] == pytest.approx(of_all)
     assert found["data/masked_share_first_turn"] == pytest.approx(of_first)
-    mixed = episode_metrics(
+    mixed = metrics_of(
         [make_episode(), make_episode(spans=(Span(version=7, num_tokens=6), Span(version=7, num_tokens=2)))],
         plan(oldest),
     )
@@ -77,7 +82,7 @@ def test_episodes_are_measured_by_the_time_of_steps_and_longer_ones_are_an_alarm
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     age = EpisodeAge(AlarmConfig(), Context(max_lag=2))
-    metrics = episode_metrics([seconds(of) for of in (5.0, *[30.0] * 20)], plan())
+    metrics = metrics_of([seconds(of) for of in (5.0, *[30.0] * 20)], plan())
     assert metrics["data/episode_seconds_p95"] == 30.0
     assert age.done(metrics, 100.0) == {}, "one step alone has no time"
     assert age.done(metrics, 120.0) == {"data/episode_lag_share_p95": 30 / (2 * 20)} and age.trouble == ""
@@ -127,7 +132,7 @@ def test_episodes_are_counted_and_single_turns_beside_them_are_not() -> None:
         timings=Timings(queued_s=1.0, generating_s=2.0, tools_s=3.0, reward_s=4.0),
         turns=replace(first.turns, finish=("stop", "cut", "stop")),
     )
-    found = episode_metrics(
+    found = metrics_of(
         [replace(first, timings=Timings(), metadata={}, finish_reason="stop"), make_sample(), again], plan()
     )
     count = len(first.turns.at)

@@ -13,13 +13,14 @@ from tests.data_kit import RUN, eval_task, rules, sample, task
 from tests.refusals import refusal
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import encode_record
-from tidemill.bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
+from tidemill.bus.wire.messages import Dead, Plan, Requeue, SequenceSize, Settle, Status, Task
 from tidemill.bus.wire.shards import Shards
 from tidemill.learner.buffer.arrivals import EARLY_SAMPLES, Arrival, Disposition
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, Verdict
+from tidemill.learner.buffer.groups import SampleGroup, Verdict
 from tidemill.learner.buffer.ledger import SettledSamples, cursor_of, dump_cursor
 from tidemill.learner.buffer.plans import Waits, fit_groups, plan_bytes, settle_bytes
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 
 
@@ -41,7 +42,9 @@ class Pond:
 
     def add(self, one: Any) -> Arrival:
         self.seq += 1
-        return self.source.add(self.seq, one, self.now)
+        if isinstance(one, WireError):
+            return self.source.refuse(self.seq, one)
+        return self.source.add(index_of(self.seq, one), self.now)
 
     def complete(self, of: Task, *spans: tuple[int, int], rewards: tuple[float, float] = (0.0, 1.0)) -> None:
         for index, reward in enumerate(rewards):
@@ -243,14 +246,14 @@ def test_a_sequence_counts_once() -> None:
     pond = Pond()
     (one,) = pond.issue(1)
     pond.add(sample(one, 0))
-    assert pond.source.add(1, sample(one, 0), 0.0).name is Disposition.SEEN
+    assert pond.source.add(index_of(1, sample(one, 0)), 0.0).name is Disposition.SEEN
     assert pond.source.accounting().published == 1
 
 
 def test_a_sample_of_a_version_that_is_pushed_but_not_the_head_is_trained() -> None:
     pond = Pond(groups_per_step=1, max_lag=3)
     (one,) = pond.issue(1)
-    assert pond.source.unread_versions(sample(one, 0, ((0, 1), (7, 2)))) == {0, 7}
+    assert pond.source.unread_versions(index_of(1, sample(one, 0, ((0, 1), (7, 2))))) == {0, 7}
     pond.source.version(7, 0)
     pond.complete(one, (0, 1), (7, 2))
     assert pond.take_plan().version_steps == {0: 0, 7: 0}
@@ -267,7 +270,7 @@ def test_a_sample_of_a_version_that_did_not_exist_when_it_was_stored_is_invalid_
         each.seq = 2
         each.source.version(7, 0, after=(2,))
     for index in (0, 1):
-        assert restarted.source.add(index + 1, sample(one, index, ((0, 1), (7, 2))), 0.0) == Arrival(
+        assert restarted.source.add(index_of(index + 1, sample(one, index, ((0, 1), (7, 2)))), 0.0) == Arrival(
             Disposition.INVALID, "version"
         )
     for each in (pond, restarted):
@@ -282,8 +285,8 @@ def test_invalid_samples_are_counted_by_actor_and_a_flood_of_names_together() ->
     pond = Pond()
     (one,) = pond.issue(1)
     for number in range(200):
-        pond.source.add(number + 1, replace(sample(one, 0), index=2), 0.0, f"nobody-{number}")
-    pond.source.add(201, WireError("tokens[3]", "0 <= id", -1), 0.0, "nobody-0")
+        pond.source.add(index_of(number + 1, replace(sample(one, 0), index=2), f"nobody-{number}"), 0.0)
+    pond.source.refuse(201, WireError("tokens[3]", "0 <= id", -1), "nobody-0")
     books = pond.source.accounting()
     assert books.invalid == {"index": 200, "tokens": 1}
     assert (len(books.invalid_of), books.invalid_of["nobody-0"], books.invalid_of["(others)"]) == (65, 2, 136)
@@ -864,9 +867,9 @@ def test_sequences_and_masked_samples_count_for_the_room() -> None:
         groups = [SampleGroup(task=task(id), touched_s=0.0) for id in range(1, 9)]
         for group in groups:
             for index in range(2):
-                group.add(
-                    replace(BufferedSample.of(2 * group.task.id + index, sample(group.task, index)), lengths=lengths)
-                )
+                one = index_of(2 * group.task.id + index, sample(group.task, index))
+                one.sizes = tuple(SequenceSize(length, 1) for length in lengths)
+                group.add(one)
             group.mask(frozenset(group.seqs) if masked else frozenset())
         return len(fit_groups(groups, plan_bytes(groups=3, samples=6, sequences=6)))
 

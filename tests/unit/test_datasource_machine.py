@@ -20,6 +20,7 @@ from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import Verdict
 from tidemill.learner.buffer.plans import Waits
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.sample_index import index_of
 
 NUM_PROMPTS = 5
 REACHED: Counter[str] = Counter()
@@ -200,9 +201,14 @@ class History(RuleBasedStateMachine):
     def take_in(self, seq: int) -> None:
         """Add one message, after the DataSource has read the versions it names from the present registry."""
         one = self.stream[seq - 1]
-        for version in self.source.unread_versions(one) & self.steps.keys() if isinstance(one, Sample) else ():
+        actor = f"actor-{seq % 3}"
+        if not isinstance(one, Sample):
+            self.source.refuse(seq, one, actor)
+            return
+        index = index_of(seq, one, actor)
+        for version in self.source.unread_versions(index) & self.steps.keys():
             self.source.version(version, self.steps[version], (self.after[version],))
-        self.source.add(seq, one, self.now, f"actor-{seq % 3}")
+        self.source.add(index, self.now)
 
     def bury(self, chance: random.Random) -> None:
         for id in chance.choices([one.id for one in self.tasks[-8:] if one.id <= self.seen_task] or [1]):

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.algorithm_settings import algorithm_of
 from tests.data_kit import rules, task
 from tests.examples import examples
-from tests.learner_steps import make_batches, make_samples
+from tests.learner_steps import make_batches, make_samples, packed_by_ranks
 from tests.refusals import refusal
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.episode_limits import Budget
@@ -36,6 +36,7 @@ from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.plans import GENESIS, chain_of
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.feed_messages import decode_batch, encode_batch, unpack
 from tidemill.learner.settings.config import LearnerConfig
@@ -490,16 +491,19 @@ def test_every_estimator_that_knows_turns_may_have_them() -> None:
 def test_an_episode_is_held_against_its_task() -> None:
     asked = task(1, rollout="calc", budget=Budget(total_tokens=30))
     one = cut([([5, 6], [-1.0, -2.0], 0), ([7], [-0.5], 0)], [False, True], 0, asked)
-    assert mismatch(asked, one, max_context=7) == ""
-    assert mismatch(asked, one, max_context=6) == "length"
-    assert mismatch(replace(asked, budget=Budget(total_tokens=11)), one, max_context=0) == "length"
-    assert mismatch(asked, replace(one, rollout=""), max_context=0) == "rollout"
-    assert mismatch(task(1), one, max_context=0) == "rollout"
-    assert mismatch(task(1), replace(one, rollout=""), max_context=0) == "sequences"
-    assert mismatch(asked, replace(one, prompt=[{"role": "user", "content": "another"}]), max_context=0) == "prompt"
+    assert mismatch(asked, index_of(1, one), max_context=7) == ""
+    assert mismatch(asked, index_of(1, one), max_context=6) == "length"
+    assert mismatch(replace(asked, budget=Budget(total_tokens=11)), index_of(1, one), max_context=0) == "length"
+    assert mismatch(asked, index_of(1, replace(one, rollout="")), max_context=0) == "rollout"
+    assert mismatch(task(1), index_of(1, one), max_context=0) == "rollout"
+    assert mismatch(task(1), index_of(1, replace(one, rollout="")), max_context=0) == "sequences"
+    assert (
+        mismatch(asked, index_of(1, replace(one, prompt=[{"role": "user", "content": "another"}])), max_context=0)
+        == "prompt"
+    )
     empty = np.zeros(0, np.int32)
     nothing = replace(one, tokens=empty, response_length=0, sequences=(), spans=(), turns=None)
-    assert mismatch(asked, nothing, max_context=0) == "response_length"
+    assert mismatch(asked, index_of(1, nothing), max_context=0) == "response_length"
 
 
 def test_episodes_are_planned_by_sequence_and_settled_once() -> None:
@@ -514,7 +518,7 @@ def test_episodes_are_planned_by_sequence_and_settled_once() -> None:
         two = cut([([5, 6], [-1.0, -2.0], 0), ([7], [-0.5], 0)], [False, True], 0, asked)
         one = cut([([5], [-1.0], 0)], [False], 1, asked)
         for seq, sample in enumerate((two, one, replace(two, attempt="b")), start=1):
-            source.add(seq, sample, 0.0)
+            source.add(index_of(seq, sample), 0.0)
         plan = source.plan(0.0)
         assert isinstance(plan, Plan)
         assert plan.rows is not None
@@ -527,6 +531,11 @@ def test_episodes_are_planned_by_sequence_and_settled_once() -> None:
         assert source.token_limits(plan) == {1: 40}
         batches = build_batches(plan, [two, one], token_limits=source.token_limits(plan))
         assert {batch.max_new_tokens for batch in batches} == {40}
+        for batch, again in zip(batches, packed_by_ranks(plan, [two, one]), strict=True):
+            assert batch.turn_tokens_C.tolist() == again.turn_tokens_C.tolist() == [2, 1, 1]
+            for row, row_again in zip(batch.micro_batches, again.micro_batches, strict=True):
+                assert row.turn_T.tolist() == row_again.turn_T.tolist()
+                assert row.sequence_T.tolist() == row_again.sequence_T.tolist()
         assert (
             sum(int(row.loss_mask_T.sum()) for batch in batches for row in batch.micro_batches)
             == batches[0].num_tokens

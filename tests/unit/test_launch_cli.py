@@ -231,10 +231,10 @@ def test_an_unknown_option_is_refused_with_the_usage_of_its_command(
     assert ended.value.code == 2 and said.startswith(usage) and said.rstrip().endswith(why), said
 
 
-def test_a_shadow_on_a_bus_with_users_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shadow_without_a_user_of_the_bus_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", "smoke", "--bus", "nats://127.0.0.1:1", "--shadow", "x", "--set", "bus.auth=true"]
     assert main(["learner", *words]) == 2
-    assert "--shadow: want a bus without users" in capsys.readouterr().err
+    assert "--shadow: want a user of the bus for it, bus.auth_shadows: [x]" in capsys.readouterr().err
 
 
 def test_the_version_is_that_of_the_installation(capsys: pytest.CaptureFixture[str]) -> None:

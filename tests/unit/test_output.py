@@ -40,6 +40,20 @@ def test_a_strict_file_raises_once(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
+def test_libraries_may_print_into_a_closed_pipe_in_a_process_whose_output_is_a_log() -> None:
+    """A learner in a pipeline that had ended was ended by a library's print, with code 1."""
+    for is_log in (True, False):
+        code = (
+            "import sys; from tidemill.bus.system import output\n"
+            f"output.guard_standard_files(is_log={is_log}); print('x' * 100_000, flush=True); sys.exit(75)"
+        )
+        reader, writer = os.pipe()
+        os.close(reader)
+        ended = subprocess.run([sys.executable, "-c", code], stdout=writer, cwd=ROOT, check=False, timeout=60)
+        os.close(writer)
+        assert ended.returncode == (75 if is_log else 1)
+
+
 SHOW, HELP, BAD = "config --reference", "--help", "config /no/such.yaml"
 FULL = "standard output cannot be written: No space left on device"
 

@@ -77,6 +77,7 @@ def test_alarms_are_those_that_the_learner_has_counted() -> None:
     assert not alarms.as_list()
     alarms.step(2, {**mismatch, "alarm/warnings": 1.0}, 2.0, settings)
     assert [(alarm["id"], alarm["since_step"]) for alarm in alarms.as_list()] == [("numerics", 2)]
+    assert alarms.as_list()[0]["link"] == "#learning&q=offpolicy/fresh_logprob_diff_abs"
     off = RunSettings({"learner": {"algorithm": {"alarms": {"action": "off"}}}})
     alarms = RunAlarms()
     alarms.step(1, {"data/episode_lag_share_p95": 9.0}, 1.0, off)
@@ -86,6 +87,21 @@ def test_alarms_are_those_that_the_learner_has_counted() -> None:
 def line(seq: int, **changes: Any) -> Headline:
     values = {"seq": seq, "stored_s": 1.0, "kind": "train", "actor": "w", "task": seq, "index": 0, "reward": 0.0}
     return Headline(**(values | changes))
+
+
+def test_an_engine_is_as_far_behind_as_its_samples_were_when_they_were_stored() -> None:
+    """Sequences run over the end of the ring; an evaluation and an empty response say nothing of an engine."""
+    held = HeldSamples(8)
+    stored = [("e1", 1), ("e2", 1), ("e1", 3), ("e2", 1), ("e1", 4), ("e2", 2), ("e1", 5)]
+    for place, (engine, version) in enumerate(stored):
+        held.add(line(4 + place, engine=engine, versions=(version, version), kind="train", tokens=10))
+    held.add(line(11, engine="e3", versions=(-1, -1), kind="train"))
+    held.add(line(12, engine="e3", versions=(0, 0), kind="eval"))
+    assert held.engines() == [
+        {"engine": "e2", "samples": 3, "behind": 1.33, "most_behind": 2, "version": 2, "tokens": 30},
+        {"engine": "e1", "samples": 3, "behind": 0.0, "most_behind": 0, "version": 5, "tokens": 30},
+    ]
+    assert HeldSamples(8).engines() == []
 
 
 async def turns_of_others(work: Coroutine[Any, Any, object]) -> int:

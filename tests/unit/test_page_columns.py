@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.page.columns import MetricColumns, reduced
+from tidemill.launch.page.columns import MetricColumns, all_rounded, reduced
 from tidemill.launch.page.lanes import DOWN, UPDATING, WORKING, Lanes
 from tidemill.launch.page.texts import cut, made_safe, safe, to_json
 
@@ -40,6 +40,22 @@ def test_a_spike_survives_and_a_bucket_without_values_breaks_the_line() -> None:
     column[4321], column[6000:6500] = 9.0, math.nan
     points = dict(map(tuple, reduced(column, 1, 100)))  # type: ignore[arg-type]
     assert points[4322] == 9.0 and None in points.values() and len(points) <= 200
+
+
+@given(st.lists(st.floats(width=32), max_size=9))
+def test_numbers_of_a_column_have_the_digits_of_float32(values: list[float]) -> None:
+    numbers = all_rounded(np.array(values, np.float32))
+    assert [number is None for number in numbers] == [not math.isfinite(value) for value in values]
+    for value, number in zip(values, numbers, strict=True):
+        if number is not None:
+            assert math.isclose(number, value, rel_tol=5.1e-7)
+            assert number == float(f"{number:.7g}") or not 1e-15 < abs(number) < 1e7
+
+
+def test_names_with_an_asterisk_are_beginnings() -> None:
+    columns = MetricColumns()
+    columns.add(1, {"eval/a": 1.0, "eval/b": 1.0, "evaluated": 1.0, "loss": 1.0}, 1.0)
+    assert columns.choose(["loss", "eval/*", "none", "loss", "none/*"]) == ["loss", "eval/a", "eval/b", "none"]
 
 
 def test_a_step_recorded_again_replaces_all_its_values() -> None:

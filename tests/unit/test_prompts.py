@@ -17,7 +17,7 @@ from tidemill.bus.wire.messages import Prompt
 from tidemill.learner.data import Source
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.formats import value_at
-from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed
+from tidemill.learner.prompts.prompt_file import SHORT_CHARS, PromptFile, sampler_seed
 from tidemill.learner.prompts.rows import RowRules
 
 
@@ -221,3 +221,14 @@ def test_sampler_seeds_differ_and_stay() -> None:
     assert len(seeds) == 400
     assert all(0 <= seed < 2**31 - 2**16 for seed in seeds)
     assert sampler_seed(0, 0, 0, 0) == 1756619545  # fixed for all releases
+
+
+def test_short_texts_of_a_pass_that_is_drawn_from_need_no_thread(tmp_path: Path) -> None:
+    """The order of a pass is made with its first row, and a long text is tokenized for long."""
+    chat = [{"role": "user", "content": "hi"}]
+    rows = [{"prompt": prompt, "label": ""} for prompt in ("short", "x" * (SHORT_CHARS + 1), chat)]
+    prompts = open_file(write(tmp_path, rows), shuffle=False, max_tokens=10_000)
+    assert not prompts.is_short(0, 0)
+    prompts.order(0)
+    assert [prompts.is_short(0, offset) for offset in range(4)] == [True, False, False, False]
+    assert not prompts.is_short(1, 0)

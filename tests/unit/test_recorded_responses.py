@@ -25,6 +25,7 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.feed.issuing import task_of
@@ -236,7 +237,7 @@ def test_the_learner_refuses_demonstrations_that_its_loss_cannot_train(tmp_path:
         source.version(3, 2)
         source.published(3, 2)
         source.issued(replace(task, sampling=Sampling(max_new_tokens=8)), 0.0)
-        arrival = source.add(1, replace(sample, sampling=Sampling(max_new_tokens=8)), 0.0)
+        arrival = source.add(index_of(1, replace(sample, sampling=Sampling(max_new_tokens=8))), 0.0)
         assert (arrival.name.value, arrival.reason) == (("buffered", "") if takes else ("invalid", "demonstration"))
 
 
@@ -250,7 +251,7 @@ def test_filters_and_zero_variance_let_demonstrations_pass(tmp_path: Path) -> No
     source.published(3, 0)
     source.issued(task, 0.0)
     for seq, sample in enumerate(samples_of(task, prompts, "n", version=3), 1):
-        source.add(seq, sample, 0.0)
+        source.add(index_of(seq, sample), 0.0)
     assert source.unjudged() == []
     plan = source.plan(0.0)
     assert isinstance(plan, Plan), plan

@@ -16,7 +16,7 @@ from tests.bus_kit import make_sample
 from tests.data_kit import sample as made_sample
 from tests.data_kit import task
 from tests.examples import examples
-from tests.learner_steps import with_random_experts
+from tests.learner_steps import packed_by_ranks, with_random_experts
 from tests.refusals import refusal
 from tests.unit.test_batch import plan_of
 from tidemill.actors.engines.engine_answers import read_answer
@@ -327,6 +327,18 @@ def test_every_token_keeps_its_experts_in_a_packed_row() -> None:
                     assert (found[at] == -1).all()
                 else:
                     assert (found[at] == want).all()
+
+
+def test_ranks_that_pack_their_share_have_the_same_experts() -> None:
+    ones = [made_sample(task(1), index, [(1, 3 + index)]) for index in range(3)]
+    samples = [*with_random_experts(ones[:2], SHAPE), ones[2]]
+    plan = plan_of(samples, data_parallel=2)
+    whole = build_batches(plan, samples, pad_to=4, routed=SHAPE)
+    for batch, again in zip(whole, packed_by_ranks(plan, samples, pad_to=4, routed=SHAPE), strict=True):
+        assert [row.experts.tolist() for row in batch.micro_batches] == [
+            row.experts.tolist() for row in again.micro_batches
+        ]
+        assert batch.routing_known == again.routing_known > 0
 
 
 def test_the_known_share_counts_tokens_before_a_target() -> None:

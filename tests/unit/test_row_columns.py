@@ -26,6 +26,7 @@ from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.groups import mismatch
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.config import EvalConfig, EvalSet
@@ -100,8 +101,10 @@ def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_p
         "a prompt that is issued again has them, too"
     )
     issued = replace(task(0), id=1)
-    assert mismatch(issued, data_kit.sample(issued, 0), 0) == ""
-    assert mismatch(issued, data_kit.sample(issued, 0, sampling=task(1).sampling), 0) == "sampling", "that of the run"
+    assert mismatch(issued, index_of(1, data_kit.sample(issued, 0)), 0) == ""
+    assert mismatch(issued, index_of(1, data_kit.sample(issued, 0, sampling=task(1).sampling)), 0) == "sampling", (
+        "that of the run"
+    )
 
 
 def test_evaluation_rows_have_their_own_limits(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.buffer.senders import describe_invalid
 from tidemill.learner.feed.feed_messages import decode_batch, encode_batch
 from tidemill.learner.kernels import logprobs
@@ -206,11 +207,10 @@ def test_a_learner_that_needs_scores_takes_no_samples_without_them() -> None:
         source = DataSource(data_kit.rules(teacher=True, teacher_top_k=2), created="c")
         source.version(1, 1)
         source.version(2, 2)
-        found.append(source.add(9, replace(sample, run=source.rules.run), 0.0).reason)
+        found.append(source.add(index_of(9, replace(sample, run=source.rules.run)), 0.0).reason)
     assert found == ["teacher_log_probs", "teacher_log_probs", "", "teacher_log_probs"]
     assert data_kit.rules(teacher=False).digest == data_kit.rules().digest
-    received: Any = type("Received", (), {"sample": bare, "seq": 9})()
-    assert "want the scores of a teacher" in describe_invalid(received, "teacher_log_probs")
+    assert "want the scores of a teacher" in describe_invalid(index_of(9, bare), "teacher_log_probs")
 
 
 # ---- answers

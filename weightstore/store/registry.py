@@ -16,6 +16,7 @@ version: no sample up to there can be of it.
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import aclosing
 
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import Fenced, NotFound, RowConflict, WireError
@@ -304,6 +305,14 @@ class VersionRegistry:
             return row.stored()
 
         await self._rows.change(SNAPSHOT, noted, replace_unreadable=True)
+
+    async def forget(self, before_step: int) -> None:
+        """Remove the rows of versions of earlier steps, up to the first one of this step or later."""
+        async with aclosing(self._rows.written("v.*", 1)) as rows:  # type: ignore[type-var]
+            async for value, message in rows:
+                if int(value["step"]) >= before_step:
+                    await self._rows.trim("v.*", message.seq)
+                    return
 
     async def _versions(self) -> list[int]:
         named = [natural(key.removeprefix("v.")) for key in await self._rows.keys() if key.startswith("v.")]

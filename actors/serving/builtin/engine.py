@@ -9,8 +9,6 @@ Sequence -> Scheduler    BuiltinUpdates: standby copy -> flip, between two steps
 
 import asyncio
 import logging
-import time
-from collections import deque
 from dataclasses import asdict
 
 from tidemill.actors.errors import EngineFailed
@@ -27,8 +25,6 @@ from tidemill.bus.wire.rows import Capabilities
 
 log = logging.getLogger(__name__)
 
-WINDOW_S = 10.0
-"""Seconds over which ``waiting_share`` is taken."""
 CLOSE_S = 10.0
 """Time limit in seconds for the decoding thread to end."""
 ALIVE_EVERY_S = 1.0
@@ -66,7 +62,6 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
             threads=config.threads,
             post=self._post,
         )
-        self._history: deque[tuple[float, float]] = deque()
         self._updates = BuiltinUpdates(weights, self.scheduler, on_update=self._updated)
         self.peer_snapshots = PeerSnapshotServer(self._updates.served, self.model_dir)
         self.eos_ids = frozenset(facts.eos_ids)
@@ -120,12 +115,6 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         """
         counters, pool = self.scheduler.counters, self.scheduler.batch.pool
         running = len(self.scheduler.running)
-        now, idle_s = time.monotonic(), self.scheduler.idle_s
-        while len(self._history) > 1 and now - self._history[1][0] > WINDOW_S:
-            self._history.popleft()
-        since, idle_before_s = self._history[0] if self._history else (now, idle_s)
-        self._history.append((now, idle_s))
-        elapsed_s = now - since
         gauges = {
             "kv_blocks_used": pool.num_blocks - pool.available,
             "kv_blocks_free": pool.available,
@@ -133,9 +122,12 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
             "cached_tokens": counters.prompt_tokens - counters.prefill_tokens,
             "running": running,
             "waiting": max(0, self.unfinished - running) + self.awaiting_version,
-            "waiting_share": min(1.0, (idle_s - idle_before_s) / elapsed_s) if elapsed_s > 0 else 0.0,
         }
-        return {**asdict(counters), "idle_s": idle_s, **super().stats(), **gauges}
+        return {**asdict(counters), "idle_s": self.idle_s, **super().stats(), **gauges}
+
+    @property
+    def idle_s(self) -> float:
+        return self.scheduler.idle_s
 
     def _post(self, events: list[Event]) -> None:
         try:

@@ -28,9 +28,14 @@ const STALE = ["silent", "full", "ended"];
 
 class App {
   constructor(source) {
-    this.source = source;
+    const get = async (...query) => {
+      const answer = await source.get(...query);
+      this.answers?.push(answer);
+      return answer;
+    };
+    this.source = Object.assign(Object.create(source), { get });
     this.run = null;
-    this.at = null; // position of the newest event
+    this.answers = null; // those of a reload, of which the earliest is where the events go on
     this.page = null;
     this.early = null; // events that came while a page was fetching
     this.lostSince = null;
@@ -85,22 +90,28 @@ class App {
     this.main.focus();
   }
 
-  async start() {
-    await this.reload();
+  start() {
+    // The events begin before the answers, so that none is missed between them.
+    this.early = [];
     this.source.subscribe({
       apply: (event) => this.apply(event),
       opened: () => this.opened(),
       lost: () => this.lost(),
     });
+    this.reload();
     setInterval(() => this.drawHeader(), 1_000);
   }
 
   /** Take everything again: at the start, and when an event was missed. */
   async reload() {
+    const answers = (this.answers = []);
+    this.known = this.source.get("run").then((run) => this.setRun(run));
     try {
-      this.setRun(await this.source.get("run"));
-      this.lostSince = null;
-      await this.open();
+      await Promise.all([this.known, this.open()]);
+      if (answers !== this.answers) return; // reloaded again meanwhile
+      [this.boot, this.at] = [answers[0].boot, Math.min(...answers.map((answer) => answer.at))];
+      this.answers = this.lostSince = null;
+      this.follow();
     } catch (problem) {
       this.lost(problem.message);
       setTimeout(() => this.reload(), RETRY_MS);
@@ -108,7 +119,6 @@ class App {
   }
 
   setRun(run) {
-    if (run.boot) [this.boot, this.at] = [run.boot, run.at];
     this.run = { ...this.run, ...run };
     this.received = performance.now();
     this.drawHeader();
@@ -126,16 +136,22 @@ class App {
   }
 
   apply(event) {
-    if (event.boot !== this.boot || event.from > this.at) {
-      this.reload();
-      return;
-    }
-    if (event.at <= this.at) return;
+    if (this.early) return this.early.push(event);
+    if (event.boot !== this.boot || event.from > this.at) return this.reload();
+    if (event.at <= this.at) return null;
     this.at = event.at;
     this.lostSince = null;
     this.setRun({ ...event.run, rights: this.run.rights }); // an event is for all viewers: it knows no rights
-    if (this.early) this.early.push(event);
-    else this.page?.update?.(event);
+    return this.page?.update?.(event);
+  }
+
+  /** Apply the events that came while answers were fetched. */
+  follow() {
+    if (this.answers || this.opening) return;
+    const { early } = this;
+    this.early = null;
+    early.forEach((event) => this.apply(event));
+    this.drawHeader();
   }
 
   drawHeader() {
@@ -176,12 +192,14 @@ class App {
       else tab.removeAttribute("aria-current");
     }
     const turn = (this.turn = (this.turn ?? 0) + 1);
-    this.early = [];
+    this.early ??= [];
+    this.opening = true;
     this.main.setAttribute("aria-busy", "true");
     let opened;
     try {
       opened = await PAGES[name]({
         source: this.source,
+        known: this.known,
         run: () => this.run,
         value,
         query,
@@ -196,13 +214,12 @@ class App {
     const same = this.shown === name;
     this.shown = name;
     this.page = opened;
+    this.opening = false;
     this.main.replaceChildren(opened.root);
     this.main.removeAttribute("aria-busy");
     if (!same) scrollTo(0, 0);
     opened.shown?.();
-    const early = this.early;
-    this.early = null;
-    for (const event of early) this.page.update?.(event);
+    this.follow();
   }
 
   key(event) {

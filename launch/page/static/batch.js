@@ -16,22 +16,24 @@ function stepBar(step, go, walk) {
 }
 
 function batchFacts(batch) {
-  const slowest = batch.slowest_rank == null ? "" : `slowest: rank ${batch.slowest_rank}`;
+  const slowest = batch.slowest_rank == null ? "waits included" : `slowest: rank ${batch.slowest_rank}`;
+  const times = (batch.pace ?? []).filter(({ unit }) => unit === "s").map(({ value }) => value);
+  const whole = times.length ? times.reduce((sum, value) => sum + value, 0) : batch.seconds;
   return el(
     "dl.facts",
     fact("filled", percent(batch.fill), "of the rows' tokens"),
     fact("padding", percent(batch.padding)),
     fact("samples", count(batch.samples), `${count(batch.groups?.length)} groups`),
     fact("shared prompts", count(batch.shared_tokens), "tokens computed once"),
-    fact("time", duration(batch.seconds), slowest),
+    fact("time", duration(whole), slowest, batch.slow && "warn"),
   );
 }
 
 /** What made the step slow: its times and sizes beside those of the median step. */
-function pacePanel({ pace, pace_words: words }) {
+function pacePanel({ pace, pace_words: words, slow }) {
   const rows = pace.map(({ name, unit, value, usual }) => [name, inUnit(value, unit), inUnit(usual, unit)]);
   const lines = table(["", "this step", "median step"], rows, { caption: "Time of the step" });
-  return panel("Time", { note: words, size: "wide12" }, lines);
+  return panel("Time", { size: "wide12" }, el(slow ? "p.lead.warned" : "p.mute", words), lines);
 }
 
 function groupsPanel(groups) {
@@ -45,7 +47,8 @@ function groupsPanel(groups) {
   return panel("Groups", { size: "wide12" }, el("div.scroll", lines));
 }
 
-export async function batchPage({ source, run, go, value }) {
+export async function batchPage({ source, known, run, go, value }) {
+  await known;
   const step = value === "" ? run().step : Number(value);
   const walk = (by) => go(link("batch", Math.max(1, step + by)));
   const root = el("div.page", stepBar(step, go, walk));
@@ -60,8 +63,9 @@ export async function batchPage({ source, run, go, value }) {
   const rows = panel("Rows", { note: ROWS_NOTE, size: "wide12" }, batch.words && el("p.mute", batch.words));
   const pick = (piece) => go(link("sample", piece.seq));
   new BatchRows(rows, { label: `rows of step ${step}`, ranks: batch.ranks, pick });
-  root.append(batchFacts(batch), rows);
+  root.append(batchFacts(batch));
   if (batch.pace?.length) root.append(pacePanel(batch));
+  root.append(rows);
   if (batch.groups?.length) root.append(groupsPanel(batch.groups));
   return page;
 }

@@ -1,14 +1,12 @@
 // Curves over steps with healthy bands, intervals, outliers and a crosshair that all of them share.
 
-import { axisRange, count, num, reduce, ticks, visible } from "./format.js";
+import { addPoint, axisRange, count, num, ticks, visible } from "./format.js";
 import { Chart, drawSegment, ink, writeText } from "./canvas.js";
 
-export const LEFT = 54;
+export const LEFT = 58;
 export const BOTTOM = 20;
 export const RIGHT = 10;
 const TOP = 10;
-const MOST_POINTS = 1_600; // of a curve, before it is reduced again
-const BUCKETS = 400;
 
 // The step under the pointer, shared by all curves of a page.
 const crosshair = { step: null, readers: new Set() };
@@ -34,17 +32,6 @@ export class Curves extends Chart {
 
   set(lines) {
     this.lines = lines;
-    this.redraw();
-  }
-
-  /** Add a point, or replace the one of its step; a curve that has grown is reduced. */
-  push(index, step, value) {
-    const line = this.lines[index];
-    let place = line.points.length;
-    while (place && line.points[place - 1][0] > step) place--;
-    const again = place && line.points[place - 1][0] === step;
-    line.points.splice(again ? place - 1 : place, again ? 1 : 0, [step, value]);
-    if (line.points.length > MOST_POINTS) line.points = reduce(line.points, BUCKETS);
     this.redraw();
   }
 
@@ -101,7 +88,7 @@ export class Curves extends Chart {
       drawSegment(g, LEFT, place, width - RIGHT, place);
       writeText(g, this.format(this.log ? 10 ** value : value), LEFT - 6, place, { align: "right", width: LEFT - 8 });
     }
-    for (const step of ticks(first, last, Math.max(3, width / 85)).filter(Number.isInteger)) {
+    for (const step of ticks(first, last, Math.max(3, width / 60)).filter(Number.isInteger)) {
       writeText(g, num(step), Math.min(x(step), width - RIGHT - 8), height - 8, { align: "center" });
     }
     g.strokeStyle = ink("version");
@@ -211,10 +198,9 @@ export class Curves extends Chart {
   words() {
     const line = this.lines[0] ?? { points: [] };
     const points = line.points.filter((point) => point[1] != null);
-    const places = new Set(Array.from({ length: 9 }, (_, place) => Math.round((place / 8) * (points.length - 1))));
-    const rows = [...places]
-      .filter((place) => points[place])
-      .map((place) => [count(points[place][0]), this.format(points[place][1])]);
+    const every = Math.ceil(points.length / 9);
+    const chosen = points.filter((_, place) => (points.length - 1 - place) % every === 0);
+    const rows = chosen.map(([step, value]) => [count(step), this.format(value)]);
     return {
       head: ["step", this.label],
       rows,

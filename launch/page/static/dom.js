@@ -38,6 +38,11 @@ export function failure(problem) {
   return el("p.badly", { role: "alert" }, problem.message);
 }
 
+/** Replace what a place shows, unless the reader is in it with the keyboard. */
+export function renew(host, ...children) {
+  if (!host.contains(document.activeElement)) host.replaceChildren(...children);
+}
+
 /** What stands where nothing is yet: what would fill it, and the command. */
 export function empty(text, command) {
   return el("p.empty", text, command ? el("code", command) : null);
@@ -48,7 +53,8 @@ const QUANTITY = /^(?:[-−]?[\d.,]+(?:e-?\d+)?(?: (?:[kMG%]|ms|s|min|h|[KMGT]iB
 /** A table; a row may be `{cells, onclick, class}`. A column whose first cell is a quantity is set to the right. */
 export function table(head, rows, { caption, hidden } = {}) {
   const first = rows[0]?.cells ?? rows[0] ?? [];
-  const right = first.map((cell) => typeof cell === "string" && QUANTITY.test(cell));
+  const isNumber = (cell) => (typeof cell === "string" ? QUANTITY.test(cell) : cell?.matches?.(".number"));
+  const right = first.map(isNumber);
   const tag = (name, place) => (right[place] ? `${name}.number` : name);
   const line = (row) => {
     const { cells, ...attributes } = Array.isArray(row) ? { cells: row } : row;

@@ -1,8 +1,8 @@
 // Which process does what, when: a lane per process, queues, hosts and devices.
 
-import { bytes, count, link, num, samplesLink } from "./format.js";
+import { bytes, count, duration, link, num, samplesLink } from "./format.js";
 import { button, commandButton, el, empty, fact, panel, table } from "./dom.js";
-import { Lanes, PHASES } from "./lanes.js";
+import { Lanes, PHASES, SILENT_S } from "./lanes.js";
 
 const TABLE_EVERY_MS = 5_000;
 const MOST_ROWS = 300;
@@ -17,7 +17,10 @@ const MEANING = {
 const COLUMNS = {
   process: (lane) => lane.lane,
   host: (lane) => lane.host,
-  phase: (lane) => lane.phase + (lane.waits_for ? ` (${lane.waits_for})` : ""),
+  phase: (lane) =>
+    lane.silent_s > SILENT_S
+      ? el("td.warned", `silent for ${duration(lane.silent_s)}`)
+      : lane.phase + (lane.waits_for ? ` (${lane.waits_for})` : ""),
   version: (lane, newest) => {
     if (lane.version == null) return "—";
     const behind = lane.role === "engine" ? newest - lane.version : 0;
@@ -74,6 +77,22 @@ function queueFacts(queue = {}) {
   ];
 }
 
+/** Engines by the samples that they made, the ones that are behind first: it is there after the end, too. */
+function enginesPanel(engines) {
+  const least = Math.min(...engines.map((engine) => engine.behind));
+  const row = ({ engine, samples, tokens, version, behind, most_behind: most }) => [
+    el("a", { href: samplesLink(`engine=${engine}`) }, engine),
+    el(behind >= least + 1 ? "td.number.warned" : "td.number", num(behind)),
+    count(most),
+    `v${version}`,
+    count(samples),
+    count(tokens),
+  ];
+  const head = ["engine", "versions behind", "most behind", "newest version", "samples", "tokens"];
+  const note = "how far its samples were behind the newest version when they were stored; mean and most";
+  return panel("Engines by their samples", { note, size: "wide12" }, el("div.scroll", table(head, engines.map(row))));
+}
+
 class FleetView {
   root = el("div.page");
   body = el("div.scroll");
@@ -89,6 +108,7 @@ class FleetView {
     const operator = run().rights === "operator" && fleet.hosts?.length;
     const now = panel("Now", { note, size: "wide12" }, this.body, operator ? scaleForm(fleet.hosts, source) : null);
     this.root.append(this.facts, picture, now);
+    if (fleet.engines?.length) this.root.append(enginesPanel(fleet.engines));
     this.write();
     this.chart.set(fleet);
   }
@@ -123,5 +143,6 @@ class FleetView {
 }
 
 export async function fleetPage(context) {
-  return new FleetView(context, await context.source.get("fleet"));
+  const [fleet] = await Promise.all([context.source.get("fleet"), context.known]);
+  return new FleetView(context, fleet);
 }

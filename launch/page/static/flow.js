@@ -127,7 +127,8 @@ class FlowView {
 }
 
 export async function flowPage(context) {
-  const flow = await context.source.get("flow");
-  const { dead } = await context.source.get("dead").catch(() => ({ dead: [] }));
+  const { source, known } = context;
+  const nothing = () => ({ dead: [] });
+  const [flow, { dead }] = await Promise.all([source.get("flow"), source.get("dead").catch(nothing), known]);
   return new FlowView(context, flow, dead);
 }

@@ -1,5 +1,7 @@
 // Numbers, times, escapes and links as text. Pure: knows neither the document nor the run.
 
+const MOST_POINTS = 1_600; // of a curve, before it is reduced again
+const BUCKETS = 400;
 const NUMBER = new Intl.NumberFormat("en-US");
 
 /** A number with three significant digits: `12.4 k`, `0.812`, `7.5e-8`, and `—` where it is undefined. */
@@ -109,6 +111,13 @@ export function parseLink(hash) {
   return { page: page || "overview", value, query: Object.fromEntries(items) };
 }
 
+/** Names that a list of names and beginnings (`eval/*`) takes, in its order. */
+export function chooseNames(all, wanted) {
+  const fits = (pattern) =>
+    all.filter((name) => (pattern.endsWith("*") ? name.startsWith(pattern.slice(0, -1)) : name === pattern));
+  return [...new Set(wanted.flatMap(fits))];
+}
+
 /** First and last token that `t=120-180` or `t=120` names, or null. */
 export function tokenRange(text) {
   const match = /^(\d+)(?:-(\d+))?$/.exec(text ?? "");
@@ -128,6 +137,20 @@ export function ticks(low, high, wanted) {
     places.push(Number((index * step).toPrecision(12)));
   }
   return places;
+}
+
+/** Put an item into a list that is in the order of a key; it replaces the one with the same key. */
+export function insert(list, item, key) {
+  let place = list.length;
+  while (place && key(list[place - 1]) > key(item)) place--;
+  const again = place && key(list[place - 1]) === key(item);
+  list.splice(again ? place - 1 : place, again ? 1 : 0, item);
+}
+
+/** Put a point of a step into a curve; one that has grown is reduced. */
+export function addPoint(points, step, value) {
+  insert(points, [step, value], (point) => point[0]);
+  return points.length > MOST_POINTS ? reduce(points, BUCKETS) : points;
 }
 
 /** Points in `buckets` parts of equally many, of each the least and the greatest value and a hole: spikes stay. */

@@ -1,6 +1,6 @@
 // A lane per process over time: phases by hue and pattern, pushes as lines through all lanes.
 
-import { bytes, clock, count, duration, num, ticks, visible } from "./format.js";
+import { bytes, clock, count, duration, insert, num, ticks, visible } from "./format.js";
 import { Chart, hatch, drawSegment, ink, writeText } from "./canvas.js";
 
 const ROW = 16;
@@ -12,6 +12,7 @@ const FACTS = 178; // right column; left out where the page is narrow
 const NARROW_LANES = 700;
 export const MOST_LANES = 80;
 const KEPT_S = 3_600;
+export const SILENT_S = 10; // without a heartbeat, which comes each second
 const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600];
 
 export const PHASES = ["working", "waiting", "updating", "draining", "down"];
@@ -26,10 +27,7 @@ export class Segments {
   add(segments) {
     for (const segment of segments) {
       const lane = this.lanes.get(segment.lane) ?? [];
-      let place = lane.length;
-      while (place && lane[place - 1].begin_s > segment.begin_s) place--;
-      const again = place && lane[place - 1].begin_s === segment.begin_s;
-      lane.splice(again ? place - 1 : place, again ? 1 : 0, segment);
+      insert(lane, segment, (item) => item.begin_s);
       this.lanes.set(segment.lane, lane);
     }
   }
@@ -200,7 +198,7 @@ export class Lanes extends Chart {
     ];
     if (lane.restarts) words.push(`↻ ${lane.restarts}`);
     if (lane.trouble) words.splice(1, 1, "△ trouble");
-    else if (lane.silent_s > 10) words.splice(1, 1, `silent ${duration(lane.silent_s)}`);
+    else if (lane.silent_s > SILENT_S) words.splice(1, 1, `silent ${duration(lane.silent_s)}`);
     writeText(g, visible(words.filter(Boolean).join("  ")), facts + 10, y + ROW / 2, {
       colour: lane.trouble ? "bad" : "mute",
       width: FACTS - 8,

@@ -1,41 +1,19 @@
 // Curves of every metric with their healthy ranges, runs over each other, and the lag of the trained tokens.
 
-import { inUnit, judge, link, samplesLink } from "./format.js";
+import { addPoint, chooseNames, inUnit, judge, link, samplesLink } from "./format.js";
 import { button, choice, el, empty, panel } from "./dom.js";
 import { HeatMap } from "./charts.js";
 import { Curves } from "./curves.js";
 
 const SHOWN = {
-  reward: ["data/reward_mean", "train/reward_std", "data/reward/*", "eval/*", "train/zero_variance_group_share"],
-  policy: [
-    "train/entropy",
-    "train/grad_norm",
-    "train/kl_reference",
-    "train/ppo_clip_fraction",
-    "train/sft_loss",
-    "critic/explained_variance",
-  ],
-  "off-policy": [
-    "offpolicy/lag_mean",
-    "offpolicy/k3",
-    "offpolicy/ess",
-    "offpolicy/weight_mean",
-    "offpolicy/rejected_tokens",
-  ],
-  numerics: [
-    "offpolicy/fresh_logprob_diff_abs",
-    "offpolicy/fresh_k3",
-    "offpolicy/pearson",
-    "train/skipped_minibatches",
-  ],
-  data: [
-    "train/response_length_mean",
-    "train/truncated_share",
-    "train/tokens_per_second",
-    "train/wait_share",
-    "train/step_seconds",
+  reward: "data/reward_mean train/reward_std data/reward/* eval/* train/zero_variance_group_share",
+  policy:
+    "train/entropy train/grad_norm train/kl_reference train/ppo_clip_fraction train/sft_loss critic/explained_variance",
+  "off-policy": "offpolicy/lag_mean offpolicy/k3 offpolicy/ess offpolicy/weight_mean offpolicy/rejected_tokens",
+  numerics: "offpolicy/fresh_logprob_diff_abs offpolicy/fresh_k3 offpolicy/pearson train/skipped_minibatches",
+  data:
+    "train/response_length_mean train/truncated_share train/tokens_per_second train/wait_share train/step_seconds " +
     "train/mfu",
-  ],
 };
 const MOST_FOUND = 48; // tiles of a search
 const AT_ONCE = 60; // names in one request
@@ -46,15 +24,6 @@ const RUN_STYLES = [
   ["mute", [8, 3, 2, 3]],
 ];
 const SMOOTHING = { raw: 0, smooth: 0.8, smoother: 0.95 };
-
-/** Names that a list of names and beginnings (`eval/*`) takes, in its order. */
-export function chooseNames(all, wanted) {
-  const fits = (pattern) =>
-    pattern.endsWith("*")
-      ? all.filter((name) => name.startsWith(pattern.slice(0, -1)))
-      : all.filter((name) => name === pattern);
-  return [...new Set(wanted.flatMap(fits))];
-}
 
 /** Names that a search finds: words that all occur, or a regular expression. */
 export function search(metrics, text) {
@@ -100,16 +69,16 @@ class Tile {
     this.chart = new Curves(this.root, { label: name, band: healthy, pick });
   }
 
+  /** Points of an answer, and of the events behind it that came first. */
   set(points, others) {
-    Object.assign(this, { points, others });
+    const last = points.at(-1)?.[0] ?? Infinity;
+    const newer = this.points.filter(([step]) => step > last);
+    Object.assign(this, { points: [...points, ...newer], others });
     this.draw();
   }
 
   push(step, value) {
-    const last = this.points.at(-1);
-    if (last && last[0] >= step) this.points = this.points.filter((point) => point[0] !== step);
-    this.points.push([step, value]);
-    if (this.points.length > 2_000) this.points.splice(0, 1);
+    this.points = addPoint(this.points, step, value);
     this.draw();
   }
 
@@ -155,12 +124,11 @@ class LearningView {
   smoothing = "raw";
   log = false;
 
-  constructor({ source, go, replace, query }, { metrics, lags, runs }) {
-    Object.assign(this, { source, go, replace, metrics });
+  constructor({ source, go, replace, query }, { metrics, lags, series }) {
+    Object.assign(this, { source, go, replace, metrics, series });
     this.compared = new Set((query.runs ?? "").split(",").filter(Boolean));
     const placeholder = "search any metric: words or a regular expression";
     this.search = el("input", { type: "search", "aria-label": "search metrics", placeholder, value: query.q });
-    const others = runs.filter((run) => !run.this).map((run) => this.runSwitch(run.name));
     this.lag = lagMap(lags, go);
     this.root.append(
       el(
@@ -168,7 +136,7 @@ class LearningView {
         this.search,
         choice(Object.keys(SMOOTHING), "raw", (name) => this.redraw({ smoothing: name }), "smoothing"),
         choice(["linear", "log"], "linear", (name) => this.redraw({ log: name === "log" }), "scale"),
-        others,
+        (this.runs = el("span.chips")),
       ),
       this.curves,
       this.lag.host,
@@ -193,6 +161,11 @@ class LearningView {
     return el("label.chip", box, ` ${name}`);
   }
 
+  /** Switches of the other runs: the bus is asked for their names, which no curve waits for. */
+  addRuns(runs) {
+    this.runs.append(...runs.filter((run) => !run.this).map((run) => this.runSwitch(run.name)));
+  }
+
   changed() {
     this.replace(link("learning", "", { q: this.search.value, runs: [...this.compared].join(",") }));
     return this.show();
@@ -202,7 +175,7 @@ class LearningView {
   groups() {
     const text = this.search.value.trim();
     const all = this.metrics.map((metric) => metric.name);
-    if (!text) return Object.entries(SHOWN).map(([group, names]) => [group, chooseNames(all, names)]);
+    if (!text) return Object.entries(SHOWN).map(([group, names]) => [group, chooseNames(all, names.split(" "))]);
     const hits = search(this.metrics, text);
     return [[`${hits.length} of ${all.length} metrics`, hits.slice(0, MOST_FOUND)]];
   }
@@ -235,7 +208,9 @@ class LearningView {
     for (let from = 0; from < names.length; from += AT_ONCE) {
       const part = names.slice(from, from + AT_ONCE);
       const get = (run) => this.source.get("series", { names: part.join(","), run }).catch(() => ({ series: {} }));
-      const [own, ...others] = await Promise.all([null, ...runs].map(get));
+      const first = this.series && part.every((name) => this.series.series[name]) && this.series;
+      this.series = null; // later answers are newer
+      const [own, ...others] = await Promise.all([first || get(), ...runs.map(get)]);
       for (const name of part) {
         const lines = runs.map((run, place) => [run, others[place].series[name] ?? []]);
         this.tiles.get(name)?.set(own.series[name] ?? [], lines);
@@ -255,13 +230,18 @@ class LearningView {
 }
 
 export async function learningPage(context) {
-  const { source } = context;
-  const [{ metrics }, lags, { runs }] = await Promise.all([
+  const { source, query } = context;
+  const names = Object.values(SHOWN).join(" ").replaceAll(" ", ",");
+  const [{ metrics }, lags, series] = await Promise.all([
     source.get("metrics"),
     source.get("lags").catch(() => null),
-    source.get("runs").catch(() => ({ runs: [] })),
+    query.q ? null : source.get("series", { names }).catch(() => null),
   ]);
-  const page = new LearningView(context, { metrics, lags, runs });
+  const page = new LearningView(context, { metrics, lags, series });
+  source.get("runs").then(
+    ({ runs }) => page.addRuns(runs),
+    () => null,
+  );
   await page.show();
   return page;
 }

@@ -1,13 +1,13 @@
 // The first page: is it learning, is it healthy, what limits it.
 
-import { clock, count, duration, inUnit, link, num, percent } from "./format.js";
-import { el, empty, fact, panel, table } from "./dom.js";
+import { addPoint, clock, count, duration, inUnit, link, num, percent } from "./format.js";
+import { el, empty, fact, panel, renew, table } from "./dom.js";
 import { shareBars } from "./charts.js";
 import { Curves } from "./curves.js";
 
 const MARK = { ok: "✓", warn: "△", bad: "✕" };
 const EVAL_HUES = ["ok", "prob", "version"];
-const OVERVIEW_EVERY_MS = 10_000;
+const MOST_PUSHES = 400;
 
 /** The value of a fact as text; a check that is neither true nor false is unknown. */
 export function factText({ value, unit }) {
@@ -78,10 +78,9 @@ class OverviewView {
   facts = el("dl.facts");
   limit = el("div");
   alarms = el("div");
-  asked = performance.now();
 
-  constructor({ source, go }, data) {
-    Object.assign(this, { source });
+  constructor({ go }, data) {
+    this.data = data;
     const note = "training; held-out sets with their intervals; ticks: pushes";
     const reward = panel("Reward", { note, size: "wide8" });
     const limit = panel("What limits it", { size: "wide4" }, this.limit);
@@ -89,45 +88,29 @@ class OverviewView {
     const pick = (step) => go(link("batch", step));
     this.chart = new Curves(reward, { label: "mean reward of a step", height: 300, pick });
     this.root.append(this.facts, el("div.grid", reward, limit, alarms));
-    this.set(data);
+    this.rewards = { name: "reward", hue: "reward", points: data.reward?.points ?? [] };
+    this.draw();
   }
 
-  set(data) {
-    this.data = data;
-    this.facts.replaceChildren(...data.facts.map(factTile));
-    this.limit.replaceChildren(limits(data));
-    this.alarms.replaceChildren(attention(data.alarms));
-    this.chart.marks = data.pushes.map((push) => push.step);
-    const rewards = { name: "reward", hue: "reward", points: data.reward?.points ?? [] };
-    this.chart.set([rewards, ...evaluationLines(data.evaluations)]);
+  draw() {
+    const { data, chart } = this;
+    renew(this.facts, ...data.facts.map(factTile));
+    renew(this.limit, limits(data));
+    renew(this.alarms, attention(data.alarms));
+    chart.marks = data.pushes.map((push) => push.step);
+    chart.set([this.rewards, ...evaluationLines(data.evaluations)]);
   }
 
-  /** Ask again; events that come meanwhile may be newer than the answer. */
-  async ask() {
-    [this.asked, this.stale, this.early] = [performance.now(), false, []];
-    try {
-      this.set(await this.source.get("overview"));
-    } catch (problem) {
-      if (problem.status === undefined) throw problem; // else the frame says that nothing answers
-    }
-    const { early } = this;
-    this.early = null;
-    early.forEach((event) => this.apply(event));
-  }
-
-  apply({ alarms, pushes = [], points }) {
-    if (alarms) this.alarms.replaceChildren(attention(alarms));
-    for (const push of pushes) this.chart.marks.push(push.step);
-    const rewards = points?.values[this.data.reward?.metric] ?? [];
-    rewards.forEach((value, place) => this.chart.push(0, points.steps[place], value));
-  }
-
-  update(event) {
-    if (this.early) this.early.push(event);
-    else this.apply(event);
-    if (event.evaluations?.length) this.asked = -Infinity;
-    this.stale ||= Boolean(event.points || event.evaluations?.length || event.flow);
-    if (!this.early && this.stale && performance.now() - this.asked > OVERVIEW_EVERY_MS) this.ask();
+  update({ run, overview, alarms = this.data.alarms, pushes = [], points, evaluations = [] }) {
+    const { data, rewards } = this;
+    const same = (old) => evaluations.some((item) => item.set === old.set && item.version === old.version);
+    data.evaluations = [...data.evaluations.filter((item) => !same(item)), ...evaluations];
+    data.pushes = [...data.pushes, ...pushes].slice(-MOST_PUSHES);
+    const values = points?.values[data.reward?.metric] ?? [];
+    values.forEach((value, place) => (rewards.points = addPoint(rewards.points, points.steps[place], value)));
+    const old = data.alarms;
+    Object.assign(data, run, overview, { alarms });
+    if (overview || points || alarms !== old || evaluations.length) this.draw();
   }
 }
 

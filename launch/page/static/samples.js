@@ -212,6 +212,11 @@ class SamplesView {
     return answer && this.load(answer.seq + 1);
   }
 
+  addPrompts(prompts) {
+    this.grid.append(promptsPanel(prompts));
+    this.hardest.hidden = false;
+  }
+
   update({ samples }) {
     this.fresh += samples?.new ?? 0;
     this.news.hidden = !this.fresh;
@@ -227,10 +232,11 @@ class SamplesView {
 
 export async function samplesPage(context) {
   const page = new SamplesView(context);
-  const [prompts] = await Promise.all([context.source.get("prompts").catch(() => null), page.show()]);
-  if (prompts) {
-    page.grid.append(promptsPanel(prompts));
-    page.hardest.hidden = false;
-  }
+  await page.show();
+  // Its prompts are fetched one by one, which the list does not wait for.
+  context.source.get("prompts").then(
+    (prompts) => page.addPrompts(prompts),
+    () => null,
+  );
   return page;
 }

@@ -1,5 +1,7 @@
 // Where the numbers come from: the server, or the data of an exported file. Both have the same methods.
 
+import { chooseNames } from "./format.js";
+
 /** A server that refused or did not answer; `status` is 0 where there was no answer. */
 export class AnswerError extends Error {
   constructor(status, sentence) {
@@ -69,8 +71,9 @@ export class EmbeddedSource {
   series({ names, run }) {
     const all = run ? null : this.answers["/api/series"];
     if (!all) return null;
-    const wanted = names?.split(",") ?? Object.keys(all.series);
-    return { ...all, series: Object.fromEntries(wanted.map((item) => [item, all.series[item] ?? []])) };
+    const there = Object.keys(all.series);
+    const wanted = names ? chooseNames(there, names.split(",")) : there;
+    return { ...all, series: Object.fromEntries(wanted.map((item) => [item, all.series[item]])) };
   }
 
   samples({ filter = "", before, n = 100 }) {

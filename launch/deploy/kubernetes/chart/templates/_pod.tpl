@@ -33,6 +33,9 @@ app.kubernetes.io/component: {{ .role }}
 {{- $auth := and .root.Values.bus.authSecret (ne .role "bus") }}
 metadata:
   labels: {{- include "tidemill.labels" . | nindent 4 }}
+  {{- if ne .role "bus" }}
+  annotations: {tidemill/config: {{ toJson .root.Values.config | sha256sum | trunc 16 | quote }}}
+  {{- end }}
 spec:
   automountServiceAccountToken: false
   enableServiceLinks: false

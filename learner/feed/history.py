@@ -1,0 +1,107 @@
+"""The beginning of PLAN, and of the versions, which is removed behind a summary in one row.
+
+    oldest kept checkpoint --> mark --(history_steps later, its samples and tasks trimmed)--> summary --> PLAN trimmed
+
+A checkpoint's cursor is exactly what the records up to its plan have settled. So an audit needs of the removed records
+their counts and the cursor of one mark: a later record that names a sample behind it would train it twice. The row is
+written before PLAN is trimmed, and an audit begins behind the mark, so a kill in between counts nothing twice.
+"""
+
+import dataclasses
+import logging
+from collections import Counter
+from contextlib import aclosing
+
+from tidemill.bus.client.rows import Value
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.messages import Plan, Settle
+from tidemill.bus.wire.rows import HistoryRow, PlanMark, row_of
+from tidemill.bus.wire.shards import Shards
+from tidemill.bus.wire.subjects import HISTORY_KEY
+from tidemill.learner.buffer.ledger import cursor_of
+from tidemill.weightstore.store.registry import VersionRegistry
+
+log = logging.getLogger(__name__)
+
+
+async def read_history(bus: Bus) -> HistoryRow:
+    """Return the summary of the removed records. Raises BusUnavailable."""
+    row, _ = await bus.rows("run").read(HISTORY_KEY)
+    return HistoryRow() if row is None else row_of(HistoryRow, row)
+
+
+async def compact(bus: Bus, oldest: JsonMapping) -> None:
+    """Remove records and versions that nothing needs any more. ``oldest``: state in the oldest kept checkpoint.
+
+    For the newest learner alone, after the streams of samples and tasks were trimmed. Raises BusUnavailable.
+    """
+    history, place = await read_history(bus), mark_of(oldest)
+    if history.next is None:
+        await _replace(bus, history, dataclasses.replace(history, next=place))
+    elif history.next.step <= place.step - bus.config.history_steps and await _is_trimmed(bus, history.next):
+        after = await _summed(bus, history, history.next)
+        if not await _replace(bus, history, dataclasses.replace(after, next=place)):
+            return
+        await bus.plans.trim(history.next.seq + 1)
+        await VersionRegistry(bus).forget(history.next.step - bus.config.history_steps)
+        log.info("records of PLAN removed to_step=%d", history.next.step)
+
+
+def mark_of(state: JsonMapping) -> PlanMark:
+    """Return the place of a checkpoint's plan."""
+    cursor, tasks = cursor_of(dict(state)), state["tasks"]
+    return PlanMark(
+        step=state["step"],
+        seq=state["plan_seq"],
+        task=max((tasks["floor"], *tasks["settled"])),
+        floors=cursor.position,
+        settled=cursor.settled,
+    )
+
+
+def largest_lag(plan: Plan) -> int:
+    """Return the largest lag of the tokens that a plan may train: an upper bound, for samples that are trimmed."""
+    oldest = min(plan.version_steps.values(), default=plan.step - 1)
+    return plan.step - 1 - (oldest if plan.oldest_step is None else max(oldest, plan.oldest_step))
+
+
+async def _is_trimmed(bus: Bus, mark: PlanMark) -> bool:
+    """Return whether no message is left of the samples and tasks that are settled at a mark."""
+    states = await bus.samples.states()
+    shards = Shards(len(states))
+    settled = [*mark.settled, *(seq for seq in mark.floors if len(mark.floors) == len(states))]
+    firsts = [state.first_seq for state in states]
+    if any(local >= firsts[shard] for shard, local in map(shards.place, settled)):
+        return False
+    async with aclosing(bus.tasks.scan()) as tasks:  # type: ignore[type-var]
+        async for task in tasks:  # the first one: fences stay before it
+            return bool(task.id > mark.task)
+    return True
+
+
+async def _summed(bus: Bus, history: HistoryRow, mark: PlanMark) -> HistoryRow:
+    """Return the summary with the records up to a mark."""
+    trained, max_lag = history.trained, history.max_lag
+    dropped, given_up = Counter(history.dropped), Counter(history.given_up)
+    start = 1 if history.removed is None else history.removed.seq + 1
+    async with aclosing(bus.plans.scan(start)) as records:  # type: ignore[type-var]
+        async for seq, record in records:
+            if seq > mark.seq:
+                break
+            if isinstance(record, Plan):
+                trained, max_lag = trained + len(record.seqs), max(max_lag, largest_lag(record))
+            elif isinstance(record, Settle):
+                dropped[record.reason] += len(record.seqs)
+                given_up[record.reason] += len(record.tasks)
+    return HistoryRow(removed=mark, trained=trained, max_lag=max_lag, dropped=dict(dropped), given_up=dict(given_up))
+
+
+async def _replace(bus: Bus, before: HistoryRow, after: HistoryRow) -> bool:
+    """Write the row unless another learner has changed it meanwhile. Returns whether it was written."""
+    value = dataclasses.asdict(after)
+
+    def replaced(row: Value | None) -> Value | None:
+        return value if before == (HistoryRow() if row is None else row_of(HistoryRow, row)) else None
+
+    return (await bus.rows("run").change(HISTORY_KEY, replaced, replace_unreadable=True)).after is value

@@ -1,0 +1,133 @@
+"""The beginning of PLAN is removed behind a summary: its size stays flat, and the audit balances as before."""
+
+import numpy as np
+import pytest
+
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_sample, make_task
+from tests.unit.test_bus_episodes import ints, make_plan
+from tidemill.bus.errors import Refused
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Done, Plan, Settle
+from tidemill.launch.run.audit import RunAccounting, audit
+from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
+from tidemill.learner.feed.history import compact, read_history
+from tidemill.weightstore.store.registry import VersionRegistry
+
+KEPT = 100
+EVERY = 20
+"""Steps between two checkpoints; a task of every second one is given up."""
+METRICS = {f"train/metric_{number}": 1.0 / 3 for number in range(40)}
+
+
+class SyntheticRun:
+    """A learner that takes a step for each sample, without weights; the oldest kept checkpoint is the one before."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus, self.registry = bus, VersionRegistry(bus)
+        self.step = self.seq = self.dropped = self.task = self.plan_seq = 0
+        self.created = ""
+        self.plan_bytes: list[int] = []
+        self._oldest: JsonObject | None = None
+
+    async def begin(self) -> None:
+        await self.bus.tasks.fence(1)
+        await self.bus.plans.fence(1)
+        await self.registry.fence(1)
+        self.created = (await self.bus.samples.states())[0].created
+
+    async def take(self, steps: int) -> None:
+        for _ in range(steps):
+            await self._take_step()
+            if self.step % EVERY == 0:
+                await self._give_up()
+                await self._checkpoint()
+
+    async def audited(self) -> RunAccounting:
+        cursor = CheckpointCursor(self.seq, frozenset(), self.step, created=self.created)
+        return (await audit(self.bus, cursor))[0]
+
+    def plan(self, seq: int) -> Plan:
+        columns = {"tasks": ints(self.task, dtype=np.int64), "seqs": ints(seq, dtype=np.int64), "version_steps": {}}
+        one = {"group_sizes": ints(1), "ranks": ints(0), "micro_batches": ints(0), "data_parallel": 1}
+        return make_plan(step=self.step, **columns, **one)
+
+    async def _sample(self) -> None:
+        self.task = await self.bus.tasks.issue(make_task(self.bus.run, epoch=1, group_size=1))
+        self.seq = await self.bus.samples.publish(make_sample(self.bus.run, task=self.task, group_size=1, length=0))
+
+    async def _take_step(self) -> None:
+        await self._sample()
+        self.step += 1
+        self.plan_seq = await self.bus.plans.append(self.plan(self.seq))
+        await self.registry.publish(await self.registry.reserve(self.step, 1))
+        await self.bus.plans.append(Done(epoch=1, step=self.step, metrics=METRICS))
+
+    async def _give_up(self) -> None:
+        await self._sample()
+        numbers = {"tasks": np.array([self.task]), "seqs": np.array([self.seq])}
+        await self.bus.plans.append(Settle(epoch=1, reason="stale", step=self.step, **numbers))
+        self.dropped += 1
+        await self._take_step()
+
+    async def _checkpoint(self) -> None:
+        """Trim as the learner does, to the checkpoint before, without a window of samples."""
+        if self._oldest is not None:
+            await self.bus.samples.trim(self._oldest["samples"]["floor"] + 1)
+            await self.bus.tasks.trim(self._oldest["tasks"]["floor"] + 1)
+            await compact(self.bus, self._oldest)
+        self._oldest = {
+            "step": self.step,
+            "plan_seq": self.plan_seq,
+            "samples": {"created": self.created, "floor": self.seq, "settled": []},
+            "tasks": {"floor": self.task, "settled": []},
+        }
+        self.plan_bytes.append((await self.bus.plans.state()).bytes)
+
+
+@pytest.mark.parametrize("steps", [500, pytest.param(4000, marks=pytest.mark.slow)])
+async def test_plan_and_versions_stay_flat_and_the_audit_balances(open_bus: BusOpener, steps: int) -> None:
+    async with open_bus(history_steps=KEPT) as bus:
+        run = SyntheticRun(bus)
+        await run.begin()
+        await run.take(steps)
+        bytes_of_step = run.plan_bytes[0] / EVERY
+        assert max(run.plan_bytes) < (2 * KEPT + 5 * EVERY) * bytes_of_step < run.step * bytes_of_step
+        versions = [key for key in await bus.rows("weights").keys() if key.startswith("v.")]
+        assert len(versions) < 4 * KEPT
+        accounting = await run.audited()
+        assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, [])
+        assert (accounting.trained, accounting.dropped) == (run.step, {"stale": run.dropped})
+        assert accounting.published == run.step + run.dropped == run.seq and accounting.balance()
+
+
+async def test_a_sample_of_a_removed_record_that_is_trained_again_is_counted(open_bus: BusOpener) -> None:
+    async with open_bus(history_steps=KEPT) as bus:
+        run = SyntheticRun(bus)
+        await run.begin()
+        await run.take(400)
+        removed = (await read_history(bus)).removed
+        assert removed is not None and removed.floors[0] > 100
+        run.step, run.task = run.step + 1, run.task + 1
+        await bus.plans.append(run.plan(removed.floors[0] - 50))
+        assert (await run.audited()).trained_twice == 1
+
+
+async def test_an_audit_counts_nothing_twice_when_the_learner_is_killed_before_plan_is_trimmed(
+    open_bus: BusOpener,
+) -> None:
+    async with open_bus(history_steps=KEPT) as bus:
+        run = SyntheticRun(bus)
+        await run.begin()
+        name = subjects.stream(bus.run, subjects.PLAN)
+        config = (await bus.jet.call(f"STREAM.INFO.{name}"))["config"]
+        await bus.jet.call(f"STREAM.UPDATE.{name}", {**config, "deny_purge": True})
+        with pytest.raises(Refused, match="purge"):
+            await run.take(400)
+        removed = (await read_history(bus)).removed
+        assert removed is not None and (await bus.plans.state()).first_seq < removed.seq
+        accounting = await run.audited()
+        assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, [])
+        assert (accounting.trained, accounting.published) == (run.step, run.seq) and accounting.balance()
