@@ -320,6 +320,7 @@ RELEASED = {
     "minimax": True,  # by its module in ``families``: its lightning attention has no convolution
     "deepseek_v32": False,
     "cohere2": True,
+    "falcon_mamba": True,  # it has no attention
 }
 """Model type -> whether its rows are packed, at the sizes of transformers' defaults, which are those of a release."""
 

@@ -285,12 +285,13 @@ def shard(model: FsdpModel, place: Place, *, dtype: torch.dtype, cpu_offload: bo
 
 
 def layers_of(transformer: Any) -> list[torch.nn.Module]:
-    """Return the layers of a model, each of which is gathered for its own pass."""
+    """Return the layers of a model, each of which is gathered for its own pass: of nested ones the outermost."""
     names = set(transformer._no_split_modules or ())
     layers = [module for module in transformer.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigRefused("model.path", "a model that names its layers", type(transformer).__name__)
-    return layers
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if id(layer) not in inner]  # falcon_mamba names its mixers, too
 
 
 def give_value_head(transformer: Any) -> None:

@@ -56,8 +56,11 @@ def _small(settings: Settings, config: Any, family: Family) -> Settings:
     common = {own.get(name, name): value for name, value in copy.deepcopy(settings).items() if name not in inner}
     for name in ("_name_or_path", "dtype", "quantization_config"):
         common.pop(name, None)
-    if "num_attention_heads" in common and hasattr(config, "num_hidden_layers"):
-        _cut_sizes(common)
+    if hasattr(config, "num_hidden_layers"):
+        if "num_attention_heads" in common:
+            _cut_sizes(common)
+        else:  # states alone: falcon_mamba
+            _limit(common, 0)
         _cut_layers(common, config.num_hidden_layers)
         family.fit(common)
     if common.get("pad_token_id") is not None:
