@@ -126,7 +126,7 @@ class LearnerEnd:
     async def record_failure(self, error: BaseException, *, wait_s: float = AT_END_S) -> None:
         """Write the row of a learner that no restart cures, where there is a bus within ``wait_s``."""
         if self._leads and exit_codes.of(error) in NOT_RESTARTED:
-            with _reported():
+            with _reported(), suppress(NotFound):  # of a run without streams nobody waits for the end
                 await self._write_failure(error, wait_s)
 
     async def _write_failure(self, error: BaseException, wait_s: float) -> None:

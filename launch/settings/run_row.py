@@ -19,8 +19,12 @@ log = logging.getLogger(__name__)
 # Settings that came after the last release (tests/data/settings_of_last_release.txt), sections whole. A release empties
 # this list.
 NEWER = (
+    "bus.auth_shadows",
+    "bus.history_steps",
     "bus.monitoring",
+    "bus.quota_bytes",
     "bus.sample_shards",
+    "bus.tasks_per_s",
     "bus.trained_max_bytes",
     "debug.shadow_of",
     "engine.family",

@@ -16,9 +16,10 @@ from tidemill.learner.errors import NoProgress
 from tidemill.learner.evaluation.evaluations import Evaluations
 from tidemill.learner.feed.copies import Copies
 from tidemill.learner.feed.data_metrics import EpisodeAge
+from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.filtering import Filtering
-from tidemill.learner.feed.intake import UNTRAINED_SHARE, Intake
+from tidemill.learner.feed.intake import Intake
 from tidemill.learner.feed.issuing import Curriculum
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LearnerConfig

@@ -451,6 +451,7 @@ SOCKETS = {
     "actors/serving/handles.py": "handles of weights",
     "learner/feed/feed_keys.py": "",  # inside the process
     "learner/feed/feed_server.py": "feeder to ranks",
+    "learner/feed/sample_transfer.py": "each reader to ranks",
     "launch/deploy/rank_parents.py": "processes of a launcher on one node",
     "learner/nodes/own_row.py": "calls between nodes",
     "bus/client/addresses.py": "",  # keeps a port free, and listens to nothing

@@ -21,7 +21,7 @@ from tidemill.bus.wire.messages import Span
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("weightstore", "rewards", "actors", "learner", "launch")
-CLIENT = r"\.nc\b|[a-z_)\]]\.js\b(?!`)|\.jet\.connection\b"
+CLIENT = r"""\.nc\b|[a-z_)\]]\.js\b(?![`"])|\.jet\.connection\b"""
 """Attributes that are clients of NATS; ``app.js`` is a file."""
 
 

@@ -5,7 +5,7 @@ import pytest
 from tidemill.bus import exit_codes
 from tidemill.bus.wire.messages import Dead
 from tidemill.learner.errors import TasksFail
-from tidemill.learner.feed.intake import FailingTasks
+from tidemill.learner.feed.failing_tasks import FailingTasks
 
 
 class Clock:
