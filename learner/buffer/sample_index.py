@@ -4,6 +4,7 @@ It is made once, where the sample was checked, which may be another process: a m
 """
 
 import hashlib
+import reprlib
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
@@ -124,7 +125,12 @@ class Unusable(msgspec.Struct, array_like=True, gc=False, eq=False, tag="unusabl
 
 def unusable(seq: int, error: WireError, actor: str) -> Unusable:
     """Return the entry of a message that is no valid sample."""
-    return Unusable(seq, actor, *error.args)
+    field, want, got = error.args
+    try:
+        msgspec.msgpack.encode(got, enc_hook=str)
+    except (OverflowError, ValueError, RecursionError):  # such as the sum of two numbers of 64 bits
+        got = reprlib.repr(got)
+    return Unusable(seq, actor, field, want, got)
 
 
 def context_of(tokens: np.ndarray[Any, Any]) -> bytes:
@@ -192,7 +198,7 @@ def _episode(sample: Sample, turns: Turns) -> EpisodeIndex:
         num_turns=len(turns.at),
         num_cut=turns.finish.count("cut"),
         sampled=int(turns.tokens.sum()),
-        seconds=float((turns.begin_s + turns.seconds).max(initial=0.0)),
+        seconds=_seconds(turns),
         timings=sample.timings,
         finish_reason=sample.finish_reason,
         is_overridden=bool(remarks.get(OVERRIDDEN)),
@@ -201,6 +207,12 @@ def _episode(sample: Sample, turns: Turns) -> EpisodeIndex:
         by_turn=list(_by_turn(turns, sample.spans, sample.loss_mask)),
         rewards=turns.rewards,
     )
+
+
+def _seconds(turns: Turns) -> float:
+    """Return the end of the last turn; a column that an actor has left out counts as zeros."""
+    columns = [column for column in (turns.begin_s, turns.seconds) if len(column)]
+    return float(sum(columns, np.zeros(len(turns.at), np.float32)).max(initial=0.0))
 
 
 def _count(remark: object, kind: str) -> int:

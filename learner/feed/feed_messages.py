@@ -185,7 +185,7 @@ def share_in(header: JsonMapping, frames: list[Frame]) -> Share | None:
 
 def encode_metadata(samples: Sequence[SampleIndex]) -> bytes:
     """Return the frame with the metadata of a step's samples, in the order of its plan."""
-    entries = [sample.metadata or msgpack.packb(sample.content.metadata) for sample in samples]
+    entries = [sample.metadata or msgspec.msgpack.encode(sample.content.metadata) for sample in samples]
     header: bytes = msgpack.Packer().pack_array_header(len(entries))
     return header + b"".join(entries)
 
@@ -224,9 +224,9 @@ def decode_batch(header: JsonMapping, frames: Sequence[Frame], *, with_metadata:
 
 def _metadata(where: str, frame: Any, num_samples: int) -> tuple[JsonMapping, ...]:
     want = f"metadata of {num_samples} samples"
-    try:
-        metadata = msgpack.unpackb(bytes(frame), strict_map_key=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+    try:  # as samples are decoded: a key may be a list, which another decoder refuses
+        metadata = msgspec.msgpack.decode(bytes(frame))
+    except msgspec.DecodeError as error:
         raise FeedError(where, want, str(error)) from error
     if not isinstance(metadata, list) or len(metadata) != num_samples:
         raise FeedError(where, want, len(metadata) if isinstance(metadata, list) else type(metadata).__name__)

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.codec import decode_sample
 from tidemill.bus.wire.messages import Sample
 from tidemill.learner.errors import FeederLost, FeedError
@@ -36,6 +37,9 @@ class SampleServer:
         self._socket.bind(listen)
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._samples: dict[int, bytes] = {}
+        self._failures = FailureLog(log)  # a port scanner must not fill the log
+        self.refused = 0
+        """Number of refused connections and requests."""
 
     def hold(self, seq: int, data: bytes) -> None:
         """Keep a sample until it is released."""
@@ -48,16 +52,22 @@ class SampleServer:
 
     async def admit(self) -> None:
         """Admit ranks until cancelled."""
-        await self._gate.run(lambda reason: log.warning("refused at port %d, because %s", self.port, reason))
+        await self._gate.run(
+            lambda reason: self._refuse("connection to a reader refused", f"{reason}, port={self.port}")
+        )
+
+    def _refuse(self, kind: str, reason: str) -> None:
+        self.refused += 1
+        self._failures(kind, reason)
 
     async def serve(self) -> None:
         """Answer ranks until cancelled."""
         while True:
-            identity, request = await self._socket.recv_multipart()
+            identity, *frames = await self._socket.recv_multipart()
             try:
-                samples = [self._samples[seq] for seq in _SEQS.decode(request)]
+                samples = [self._samples[seq] for seq in _SEQS.decode(b"".join(frames))]
             except (KeyError, msgspec.DecodeError) as error:
-                log.warning("request of a rank refused: %r", error)
+                self._refuse("request of a rank refused", repr(error))
                 samples = []
             await self._socket.send_multipart([identity, b"samples", *samples], copy=False)
 

@@ -20,7 +20,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.streams.shard_reading import Received
-from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.system.coroutines import Waiter, first_error
 from tidemill.bus.system.processes import die_with_parent
 from tidemill.bus.wire.messages import Kind, Sample
 from tidemill.learner.buffer.sample_index import SampleIndex, Unusable, index_of, unusable
@@ -58,29 +58,33 @@ class RowSender:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer, self._entries = writer, list[SampleIndex | Unusable]()
         self._passed = self._pending = self._num_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._due = Waiter()
 
     def passed(self, seq: int) -> None:
         """Note that all up to ``seq`` is read."""
         self._passed = seq
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
+        self._due.wake()
+
+    async def run(self) -> None:
+        """Send what is old, until cancelled. Raises what ``frame`` does: no timer could end this process by it."""
+        while True:
+            await self._due.wait()
+            await asyncio.sleep(_FLUSH_S)
+            self.flush()
 
     async def add(self, entry: SampleIndex | Unusable, *, pending: int) -> None:
         """Send an entry, now or with others. Waits while the feeder is far behind."""
         self._entries.append(entry)
         self._pending = pending
-        self._num_bytes += len(entry.data) if isinstance(entry, SampleIndex) else 0
+        self._num_bytes += len(entry.data) + len(entry.metadata) if isinstance(entry, SampleIndex) else 0
         if len(self._entries) >= _MOST_ROWS or self._num_bytes >= _MOST_BYTES:
             self.flush()
-            await self._writer.drain()
+        await self._writer.drain()  # each time: few large entries are sent by ``run`` alone
 
     def flush(self) -> None:
         """Send all entries and the position. An entry that is not passed yet is sent with a position before it."""
-        if self._timer is not None:
-            self._timer.cancel()
         self._writer.write(frame(Rows(self._passed, self._pending, self._entries)))
-        self._entries, self._num_bytes, self._timer = [], 0, None
+        self._entries, self._num_bytes = [], 0
 
 
 async def read(request: ReadRequest, server: SampleServer, sender: RowSender) -> None:
@@ -129,7 +133,7 @@ async def _serve(connection: socket.socket) -> None:
     sender = RowSender(writer)
     try:
         async with asyncio.TaskGroup() as group:
-            for loop in (_beat(writer), server.admit(), server.serve(), _release(stream, server)):
+            for loop in (_beat(writer), sender.run(), server.admit(), server.serve(), _release(stream, server)):
                 group.create_task(loop)
             await read(request, server, sender)
     except BaseExceptionGroup as group_error:
