@@ -55,7 +55,8 @@ async def compact(bus: Bus, oldest: JsonMapping, *, give_up: bool = False) -> No
     except UnreadableRow as error:  # what it summed up is in no other place: it is not written anew
         log.error("records of PLAN not removed: %s", error)
         return
-    kept = 0 if give_up else bus.config.history_steps
+    # Not the plan of the oldest checkpoint itself, which a restart from it reads
+    kept = 1 if give_up else bus.config.history_steps
     if history.next is None:
         await _replace(bus, history, dataclasses.replace(history, next=place))
     elif history.next.step <= place.step - kept and await _is_trimmed(bus, history.next):

@@ -145,7 +145,13 @@ async def test_a_log_that_is_almost_full_is_removed_to_the_oldest_checkpoint(ope
         await run.take(2 * EVERY)
         removed = (await read_history(bus)).removed
         assert removed is not None and run.step - removed.step < 4 * EVERY
-        assert min([record.step async for _, record in bus.plans.scan() if isinstance(record, Plan)]) > removed.step
+        assert run._oldest is not None
+        await bus.samples.trim(run._oldest["samples"]["floor"] + 1)
+        await bus.tasks.trim(run._oldest["tasks"]["floor"] + 1)
+        for _ in range(3):  # the oldest checkpoint may be the same for a while
+            await compact(bus, run._oldest, give_up=True)
+        first = min([record.step async for _, record in bus.plans.scan() if isinstance(record, Plan)])
+        assert removed.step < first <= run._oldest["step"], "a restart from a checkpoint reads its plan"
         versions = [key for key in await bus.rows("weights").keys() if key.startswith("v.")]
         assert len(versions) > LEAST_VERSIONS, "open tasks may name them"
         accounting = await run.audited()
