@@ -80,6 +80,12 @@ class Denied(DetailedError, BusError):
     template = "{where}: denied: {reason}; cure: {cure}"
 
 
+class PasswordReplaced(Denied):
+    """The password of a process was replaced while it ran: started again, it reads the new one."""
+
+    exit_code = exit_codes.CRASHED
+
+
 class Forbidden(DetailedError, BusError):
     """The bus accepted the connection, but its user lacks this permission: a retry would not help."""
 

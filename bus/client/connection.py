@@ -21,7 +21,7 @@ from nats.aio.subscription import Subscription
 
 from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import LEAF_CURE, OLDEST_SERVER
-from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
+from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden, PasswordReplaced
 from tidemill.bus.system.coroutines import CANCEL_AGAIN_S, Waiter, ended, heard, to_the_end
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.subjects import inbox_prefix
@@ -43,6 +43,7 @@ _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "(
 _CLEANUP = "$js.api.consumer.delete."
 # Parts of the server's errors for a wrong user or password, in lower case
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
+_LOGIN_LATE = "authentication timeout"  # of a server that many clients reach at once: no word about the password
 
 _JETSTREAM = "$JS.API."
 _STARTING_S = 3.0  # Seconds without JetStream after which a log names the cures
@@ -121,7 +122,7 @@ class Connection:
         try:
             _raise_if_denied(self._what, self._address, BusError(self.nc.refusal))
         except Denied as denied:
-            return denied
+            return PasswordReplaced(denied.where, denied.reason, denied.cure)
         return None
 
     @property
@@ -391,7 +392,8 @@ def _raise_if_denied(what: str, address: Address, error: Exception) -> None:
     if isinstance(error, ssl.SSLCertVerificationError):
         reason, cure = f"the certificate of the bus: {error.verify_message}", "give the file that signed it"
         raise Denied(what, reason, f"{cure} (bus.tls_ca, or ?ca=FILE)")
-    if any(text in str(error).lower() for text in _LOGIN_ERRORS):
+    text = str(error).lower()
+    if any(part in text for part in _LOGIN_ERRORS) and _LOGIN_LATE not in text:
         reason = "wrong name or password" if address.user else "no user given"
         cure = "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)"
         raise Denied(what, reason, cure)

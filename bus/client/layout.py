@@ -29,25 +29,30 @@ async def create_layout(jet: JetStream) -> None:
     room leaves no stream behind that was made by this call: its bound would be taken from the other runs of the bus.
     """
     await _refuse_other_shards(jet)
-    made: list[str] = []
+    made, raised = list[str](), list[JsonObject]()
     try:
-        await _create_layout(jet, made)
+        await _create_layout(jet, made, raised)
     except NoRoom as error:
         for name in made:
             with suppress(BusError):  # on a bus with users a learner may not; it has the bus for itself
                 await jet.call(f"STREAM.DELETE.{name}")
+        for before in raised:  # with these bounds the run goes on
+            with suppress(BusError):
+                await jet.call(f"STREAM.UPDATE.{before['name']}", before)
         reserved_bytes = int((await jet.call("INFO")).get("reserved_storage", 0))
         raise NoRoom(error.stream, error.max_bytes, error.setting, reserved_bytes) from None
 
 
-async def _create_layout(jet: JetStream, made: list[str]) -> None:
-    """Do what ``create_layout`` promises. ``made`` gets the names of the streams that were made here."""
+async def _create_layout(jet: JetStream, made: list[str], raised: list[JsonObject]) -> None:
+    """Do what ``create_layout`` promises. ``made`` gets the names of the streams that were made here, ``raised`` the
+    earlier settings of those whose bound was raised.
+    """
     trained, stream = (subjects.stream(jet.run, name) for name in (subjects.TRAINED, subjects.TASKS))
     # TRAINED takes the room that the others leave; TASKS is last, because runs are found by it.
     order = {trained: 1, stream: 2}
     for config in sorted(stream_configs(jet.run, jet.config), key=lambda config: order.get(config["name"], 0)):
         try:
-            await _ensure_stream(jet, config, made)
+            await _ensure_stream(jet, config, made, raised)
         except BusError as error:
             if config["name"] != trained:
                 raise
@@ -73,7 +78,7 @@ async def create_archive(jet: JetStream) -> None:
             continue
         if config["name"] == subjects.stream(jet.run, subjects.SAMPLES):
             config = {**config, "max_bytes": -1}
-        await _ensure_stream(jet, config, [])
+        await _ensure_stream(jet, config, [], [])
 
 
 def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
@@ -94,7 +99,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
     if config.rollouts:
         names[subjects.TURNS] = [subjects.turn(run)]
     bounds = {
-        **_record_bounds(config),
+        **record_bounds(config),
         **{subjects.SAMPLES + suffix: config.samples_max_bytes // shards.count for suffix in suffixes},
         subjects.TURNS: config.turns_max_bytes,
         subjects.TRAINED: config.trained_max_bytes,
@@ -119,7 +124,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
         yield _bucket_config(run, bucket, config)
 
 
-def _record_bounds(config: BusConfig) -> dict[str, int]:
+def record_bounds(config: BusConfig) -> dict[str, int]:
     """Return the bounds of the streams and buckets that have none of their own; none without a quota."""
     if not config.quota_bytes:
         return {}
@@ -136,7 +141,7 @@ def _bucket_config(run: str, bucket: str, config: BusConfig) -> JsonObject:
         "retention": "limits",
         "storage": "file",
         "discard": "new",
-        "max_bytes": _record_bounds(config).get(bucket, -1),
+        "max_bytes": record_bounds(config).get(bucket, -1),
         "max_msgs_per_subject": 1,  # a row is the last message on its subject
         "num_replicas": config.copies,
         "duplicate_window": _ROW_DUPLICATE_WINDOW_S * _NS,
@@ -161,7 +166,7 @@ def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
         }
 
 
-async def _ensure_stream(jet: JetStream, config: JsonObject, made: list[str]) -> None:
+async def _ensure_stream(jet: JetStream, config: JsonObject, made: list[str], raised: list[JsonObject]) -> None:
     name = config["name"]
     try:
         info = await jet.call(f"STREAM.INFO.{name}")
@@ -175,6 +180,7 @@ async def _ensure_stream(jet: JetStream, config: JsonObject, made: list[str]) ->
         settings["max_bytes"] = config["max_bytes"]
     if any(present.get(field, False) != value for field, value in settings.items()):
         info = await _answered(jet, f"STREAM.UPDATE.{name}", {**present, **settings})
+        raised += [present] if "max_bytes" in settings else []
     _compare(name, config, info["config"])
 
 

@@ -89,14 +89,19 @@ class _Rights:
             api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
+        for shadow in map(self._of_shadow, self._config.auth_shadows):
+            api += [_api(f"STREAM.{verb}.{name}") for verb in ("CREATE", "UPDATE", "INFO") for name in shadow._streams]
         return [*run, *api], [*run, *subjects.acks(self._run, self._rollouts)], []
 
     def shadow(self) -> _Lists:
-        """Reads plans, samples and tasks of the run; has all rights on the run of its own name, but hears no change."""
+        """Reads plans, samples and tasks of the run; writes to the streams of its own name, which the learner makes.
+
+        It may not make or change any: the server copies from every stream that a stream names as its source, secret
+        rows included, and publishes again wherever it says, plans of the run included. It hears no change.
+        """
         own = self._of_shadow(self._name.removeprefix(f"{SHADOW}-"))
         publish = [subjects.everything(own._run), *own._rows_of.values(), _api("INFO"), _api("STREAM.NAMES")]
-        for stream in own._streams:
-            publish += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "PURGE")]
+        publish += [_api(f"STREAM.PURGE.{stream}") for stream in own._streams]
         of_run = [stream for stream in self._streams if not stream.startswith("KV_")]
         publish += _read_from([*of_run, *own._streams])
         return publish, [], self._queue_requests("CREATE", "MSG.NEXT")

@@ -21,7 +21,7 @@ from tidemill.bus.client.layout import create_archive, create_layout
 from tidemill.bus.client.outbox import answered
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.config import BusConfig
-from tidemill.bus.errors import BusError, BusUnavailable
+from tidemill.bus.errors import BusError, BusUnavailable, Forbidden
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.episode_turns import TurnStream
 from tidemill.bus.streams.fenced import PlanLog
@@ -121,8 +121,15 @@ class Bus:
 
         ``shadow``: those of a run that issues no tasks, without TASKS, by which actors find the run of a bus. Raises
         ConfigMismatch when one exists, or was made, with another configuration; BusUnavailable.
+
+        On a bus with users this makes those of the run's shadows, too, which may make none themselves.
         """
         await (create_archive if shadow else create_layout)(self.jet)
+        for name in () if shadow or not self.config.auth else self.config.auth_shadows:
+            try:
+                await create_archive(JetStream(self._connection, f"{self.run}-{name}", self.config))
+            except Forbidden as error:  # the bus was started without this shadow
+                _log.warning("no streams for the shadow %s: %s", name, error)
 
 
 @asynccontextmanager

@@ -66,6 +66,7 @@ class RunAccounting:
     tokens_trained: int = 0
     trained_here: int = 0  # Trained samples that were published: in the stream, or trimmed from it
     unrecorded: int = 0  # Lost samples that are still in the stream
+    removed_steps: int = 0  # Last step whose records are gone from PLAN, behind their summary
     problems: list[str] = field(default_factory=list)  # Descriptions of the first `_MAX_PROBLEMS` problems
 
     def balance(self) -> bool:
@@ -142,6 +143,7 @@ class _Audit:
             dropped=Counter(history.dropped),
             tasks_given_up=Counter(history.given_up),
             max_lag_trained=history.max_lag,
+            removed_steps=0 if history.removed is None else history.removed.step,
         )
         # Samples that were settled by records that are gone
         self._removed = _cursor_at(history.removed)
@@ -186,7 +188,9 @@ class _Audit:
             self.accounting.add_problem(f"step {plan.step} was planned twice")
         self._plans[plan.step] = plan
         for version, step in plan.version_steps.items():
-            if self._versions is not None and self._versions.get(version) != step:
+            # Rows of versions are removed behind the records of their steps, and a plan may name an older one.
+            forgotten = version not in (self._versions or {}) and step < self.accounting.removed_steps
+            if self._versions is not None and self._versions.get(version) != step and not forgotten:
                 recorded = f"the registry has {self._versions.get(version, 'none')}"
                 text = f"step {plan.step} takes version {version} for weights of step {step}; {recorded}"
                 self.accounting.add_problem(text)

@@ -56,15 +56,25 @@ async def new_end(bus: Bus, *, resume_s: float = RESUME_S) -> EndRow:
     """Return the end of the run once it has ended. Raises BusUnavailable for a closed bus.
 
     One that is there at first may be of a run that is resumed: a learner with steps left removes it. It counts when no
-    learner has been there for ``resume_s``.
+    learner has been there for ``resume_s``, in which the bus has answered: behind an outage nobody knows who was there.
     """
-    first, seen_s = await end_of(bus), time.monotonic()
+    first, seen_s = await bus.retry(lambda: end_of(bus)), time.monotonic()
     while first is not None and time.monotonic() - seen_s < resume_s:
         if await _removed(bus, first, min(LOOK_EVERY_S, resume_s)):
             break
-        if any(row.role in ("learner", "feeder") and not age for row, age in await processes(bus)):
+        if await _is_there(bus):
             seen_s = time.monotonic()
     return await wait_ended(bus)
+
+
+async def _is_there(bus: Bus) -> bool:
+    """Return whether a learner works, or may. Raises BusUnavailable for a closed bus."""
+    try:
+        return any(row.role in ("learner", "feeder") and not age for row, age in await processes(bus))
+    except BusUnavailable:
+        if bus.jet.connection.closed:
+            raise
+        return True
 
 
 async def _removed(bus: Bus, end: EndRow, within_s: float) -> bool:

@@ -85,11 +85,13 @@ def summarize(
 ) -> JsonObject:
     """Return the counts and means of summary.json; those of ``observed`` are absent without it."""
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
+    # Without the lines of the first steps, which a long run removes from its log, the first reward is not known
+    first_gone = bool(lines) and lines[0]["step"] > accounting.removed_steps > 0
     return {
         "run": run,
-        "steps": len(lines),
+        "steps": lines[-1]["step"] if lines else accounting.removed_steps,
         "minibatches_skipped": int(sum(line.get(SKIPPED, 0.0) for line in lines)),
-        "reward_first": rewards[0] if rewards else None,
+        "reward_first": rewards[0] if rewards and not first_gone else None,
         "reward_last": mean(rewards[-LAST_STEPS:]) if rewards else None,
         **_samples(accounting),
         "multi_version_samples": accounting.multi_version,
@@ -177,6 +179,17 @@ def seconds_of_steps(file: Path) -> dict[int, float]:
             line = json.loads(text)
             seconds.setdefault(int(line["step"]), float(line["seconds"]))
     return seconds
+
+
+def lines_of_removed(file: Path, removed_steps: int) -> list[JsonObject]:
+    """Return the lines of steps that are no longer in the log, the newest of each, as a watch has written them."""
+    lines: dict[int, JsonObject] = {}
+    for text in file.read_text().splitlines() if removed_steps and file.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            line = json.loads(text)
+            if int(line["step"]) <= removed_steps:
+                lines[int(line["step"])] = line
+    return [lines[step] for step in sorted(lines)]
 
 
 def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:

@@ -49,6 +49,7 @@ from tidemill.launch.settings.config_loader import Loaded, to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
 from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
+from tidemill.learner.feed.history import removed_steps
 
 log = logging.getLogger(__name__)
 
@@ -226,8 +227,11 @@ class Up:
     async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
         metrics = self._root / METRICS_FILE
         earlier = summary.seconds_of_steps(metrics)
+        lines = summary.lines_of_removed(metrics, await removed_steps(bus))
         for file in (metrics, self._root / summary.EVALUATIONS_FILE):
             file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
+        if lines:  # those whose records are gone are nowhere else
+            summary.write_lines(metrics, lines)
         steps, after_epoch = self._config.learner.steps, self._after_epoch
         self._watch = RunWatch(
             bus, steps=steps, metrics_file=metrics, earlier=earlier, room=self._room, after_epoch=after_epoch
@@ -342,7 +346,12 @@ class Up:
                 progress=progress,
             )
         reached = self._watch.reached_s
-        lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in accounts.lines]
+        lines = summary.lines_of_removed(self._root / METRICS_FILE, accounts.samples.removed_steps)
+        lines += [
+            line | {"seconds": round(reached.get(line["step"], seconds), 3)}
+            for line in accounts.lines
+            if line["step"] > accounts.samples.removed_steps
+        ]
         summary.write_lines(self._root / METRICS_FILE, lines)
         if accounts.evaluations:
             summary.write_lines(self._root / summary.EVALUATIONS_FILE, accounts.evaluations)
@@ -353,7 +362,7 @@ class Up:
             require_reward=self._config.up.require_reward if finished else -math.inf,
         )
         write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
-        title = f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s"
+        title = f"{self._config.run}: {result['steps']} steps, {seconds:.0f} s"
         drawing = partial(summary.draw_curves, lines, accounts.evaluations, self._root / "curves.png", title)
         self._report(result, await asyncio.to_thread(drawing), finished=finished)
         if accounts.best is not None:

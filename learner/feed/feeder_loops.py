@@ -384,7 +384,8 @@ class Feeder:
                 text = "no checkpoint of step %d, because %d wait: %s"
                 log.warning(text, step, self._outcomes.pending, self._row.copies_waited_for)
             return False
-        is_early = self._outcomes.fullness >= EARLY_CHECKPOINT_FULL and not recorded
+        fullness = max(self._outcomes.fullness, self._outcomes.records_fullness)
+        is_early = fullness >= EARLY_CHECKPOINT_FULL and not recorded
         return is_due or (is_early and step - self._outcomes.checkpoint_step >= max(1, every // 4))
 
     def _note_replayed(self) -> None:

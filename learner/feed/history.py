@@ -8,14 +8,17 @@ written before PLAN is trimmed, and an audit begins behind the mark, so a kill i
 """
 
 import dataclasses
+import json
 import logging
 from collections import Counter
 from contextlib import aclosing
 
 from tidemill.bus.client.rows import Value
+from tidemill.bus.errors import UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Plan, Settle
+from tidemill.bus.wire.row_reader import MAX_ROW_BYTES
 from tidemill.bus.wire.rows import HistoryRow, PlanMark, row_of
 from tidemill.bus.wire.shards import Shards
 from tidemill.bus.wire.subjects import HISTORY_KEY
@@ -24,27 +27,44 @@ from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
 
+LEAST_VERSIONS = 100
+"""Steps before the removed records whose versions stay: open tasks and buffered samples may be as old."""
+
 
 async def read_history(bus: Bus) -> HistoryRow:
-    """Return the summary of the removed records. Raises BusUnavailable."""
+    """Return the summary of the removed records. Raises BusUnavailable, UnreadableRow."""
+    row = await bus.rows("run").get(HISTORY_KEY)
+    return HistoryRow() if row is None else row_of(HistoryRow, row[0])
+
+
+async def removed_steps(bus: Bus) -> int:
+    """Return the last step whose records are removed; 0 where none are, or where the summary cannot be read."""
     row, _ = await bus.rows("run").read(HISTORY_KEY)
-    return HistoryRow() if row is None else row_of(HistoryRow, row)
+    removed = None if row is None else row_of(HistoryRow, row).removed
+    return 0 if removed is None else removed.step
 
 
-async def compact(bus: Bus, oldest: JsonMapping) -> None:
+async def compact(bus: Bus, oldest: JsonMapping, *, give_up: bool = False) -> None:
     """Remove records and versions that nothing needs any more. ``oldest``: state in the oldest kept checkpoint.
 
-    For the newest learner alone, after the streams of samples and tasks were trimmed. Raises BusUnavailable.
+    For the newest learner alone, after the streams of samples and tasks were trimmed. ``give_up``: the log is almost
+    full, so nothing is kept for curves and replays. Raises BusUnavailable.
     """
-    history, place = await read_history(bus), mark_of(oldest)
+    try:
+        history, place = await read_history(bus), mark_of(oldest)
+    except UnreadableRow as error:  # what it summed up is in no other place: it is not written anew
+        log.error("records of PLAN not removed: %s", error)
+        return
+    # Not the plan of the oldest checkpoint itself, which a restart from it reads
+    kept = 1 if give_up else bus.config.history_steps
     if history.next is None:
         await _replace(bus, history, dataclasses.replace(history, next=place))
-    elif history.next.step <= place.step - bus.config.history_steps and await _is_trimmed(bus, history.next):
+    elif history.next.step <= place.step - kept and await _is_trimmed(bus, history.next):
         after = await _summed(bus, history, history.next)
         if not await _replace(bus, history, dataclasses.replace(after, next=place)):
             return
         await bus.plans.trim(history.next.seq + 1)
-        await VersionRegistry(bus).forget(history.next.step - bus.config.history_steps)
+        await VersionRegistry(bus).forget(history.next.step - max(kept, LEAST_VERSIONS))
         log.info("records of PLAN removed to_step=%d", history.next.step)
 
 
@@ -104,4 +124,7 @@ async def _replace(bus: Bus, before: HistoryRow, after: HistoryRow) -> bool:
     def replaced(row: Value | None) -> Value | None:
         return value if before == (HistoryRow() if row is None else row_of(HistoryRow, row)) else None
 
-    return (await bus.rows("run").change(HISTORY_KEY, replaced, replace_unreadable=True)).after is value
+    if len(json.dumps(value)) > MAX_ROW_BYTES:  # no reader would take it, and the summary would be lost with it
+        log.warning("records of PLAN not removed: more samples are open than a row of the bus can tell apart")
+        return False
+    return (await bus.rows("run").change(HISTORY_KEY, replaced)).after is value

@@ -10,12 +10,14 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from tidemill.bus.client.layout import record_bounds
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusUnavailable, Fenced
 from tidemill.bus.exit_codes import DONE
 from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.streams.readers import Cursors
 from tidemill.bus.streams.shard_reading import CREATED_SEPARATOR
+from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
 from tidemill.bus.wire.rows import EndRow, Outcome
@@ -38,7 +40,7 @@ from tidemill.learner.feed.restart import CHECKPOINT_KEY, Resumed
 log = logging.getLogger(__name__)
 
 GIVE_UP_HISTORY_FULL = 0.85
-"""Share of the stream SAMPLES in use at which the history window is trimmed too."""
+"""Share in use, of the stream SAMPLES or of a bound by ``bus.quota_bytes``, at which history is trimmed too."""
 
 
 class Outcomes:
@@ -76,6 +78,8 @@ class Outcomes:
         """Step of the latest checkpoint."""
         self.fullness = 0.0
         """Share of the stream SAMPLES in use, after the last step."""
+        self.records_fullness = 0.0
+        """Largest share in use of a stream or bucket that only ``bus.quota_bytes`` bounds, after the last step."""
         self._disks: dict[str, float] = {}
         """Metrics of the disks, as they were after the step before."""
         self.finished = asyncio.Event()
@@ -124,6 +128,13 @@ class Outcomes:
         """Note how full SAMPLES and the disks of the bus are. Raises BusUnavailable."""
         shards = [state.bytes for state in await self._bus.samples.states()]
         samples, self.fullness = sum(shards), len(shards) * max(shards) / self._bus.config.samples_max_bytes
+        bounds = record_bounds(self._bus.config)
+        names = {
+            **{name: subjects.stream(self._bus.run, name) for name in (subjects.TASKS, subjects.PLAN)},
+            "weights": subjects.bucket_stream(self._bus.run, "weights"),
+        }
+        used = [(await self._bus.jet.state(stream)).bytes / bounds[name] for name, stream in names.items() if bounds]
+        self.records_fullness = max(used, default=0.0)
         stored, _ = await self._bus.jet.store_use()
         self._disks |= {"disk/bus_bytes": float(stored), "disk/samples_bytes": float(samples)}
 
@@ -236,6 +247,11 @@ class Outcomes:
             log.error("streams not trimmed, the oldest checkpoint that is kept is damaged: %s", error)
             return
         history = self._bus.config.history_samples
+        give_up = self.records_fullness >= GIVE_UP_HISTORY_FULL
+        if give_up:
+            text = "records of the run are %.0f %% of their share of bus.quota_bytes: history is given up"
+            log.warning(text, 100 * self.records_fullness)
+            history = 0
         if self.fullness >= GIVE_UP_HISTORY_FULL:
             log.warning("SAMPLES is %.0f %% full: its history is given up", 100 * self.fullness)
             history = 0
@@ -254,7 +270,7 @@ class Outcomes:
         await self._bus.samples.trim(*below)
         if (first_task := oldest["tasks"]["floor"] + 1 - history) >= 2:
             await self._bus.tasks.trim(first_task)
-        await compact(self._bus, oldest)
+        await compact(self._bus, oldest, give_up=give_up)
 
     async def _waited_for(self, below: int, created: str) -> int:
         """Return ``below``, or less while a registered reader needs it and the stream is not too full."""

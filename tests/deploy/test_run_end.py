@@ -13,7 +13,7 @@ from tests.launched import tidemill
 from tests.waits import until
 from tests.whole.running import SMOKE
 from tidemill.actors.engines.membership import CONFIG_KEY
-from tidemill.bus.errors import Fenced
+from tidemill.bus.errors import BusUnavailable, Fenced
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, raise_epoch
@@ -138,6 +138,25 @@ async def test_workers_of_a_run_that_is_resumed_wait_for_its_learner(open_bus: B
         await put(bus, again)
         assert await waiting == again
         assert await new_end(bus, resume_s=0.2) == again, "without a learner the run has ended"
+
+
+async def test_an_outage_of_the_bus_is_no_time_without_a_learner(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([BusUnavailable("live", "away"), [], []])
+
+    async def looked(bus: Bus) -> list[object]:
+        look = next(looks)
+        await asyncio.sleep(0.3)
+        if isinstance(look, BusUnavailable):
+            raise look
+        return look
+
+    monkeypatch.setattr("tidemill.launch.run.run_end.processes", looked)
+    async with open_bus() as bus:
+        await put(bus, DONE)
+        assert await new_end(bus, resume_s=0.2) == DONE
+    assert next(looks, None) == [], "one look without an answer, which counts from anew, and one with it"
 
 
 async def test_a_learner_that_is_refused_before_it_connects_records_why(

@@ -22,6 +22,7 @@ import pytest
 from tests.bus_kit import make_sample, make_task, take
 from tests.refusals import refusal
 from tests.waits import until, until_gone
+from tidemill.bus import exit_codes
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Denied, Forbidden, ServerFailed
@@ -183,6 +184,8 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
     "a row of a shadow": ("shadow-x", lambda bus: bus.rows("weights").put("head", {"version": 9})),
     "a purge by a shadow": ("shadow-x", _api("STREAM.PURGE.TM_r_SAMPLES")),
     "another queue of a shadow": ("shadow-x", _api("CONSUMER.CREATE.TM_r_TASKS.rollout")),
+    "a stream of a shadow": ("shadow-x", _api("STREAM.CREATE.TM_r-x_PLAN")),
+    "a source of a shadow": ("shadow-x", _api("STREAM.UPDATE.TM_r-x_PLAN")),
     "keys of a shadow": ("shadow-x", _api("STREAM.MSG.GET.KV_TM_r_keys")),
     "another run's stream": ("learner", _api("STREAM.CREATE.TM_other_TASKS")),
 }
@@ -448,8 +451,9 @@ async def test_a_user_gets_a_new_password_while_the_others_stay_connected(
         await until(lambda: not renewed.connected)
         await other.samples.publish(make_sample(RUN, actor="actor-1"))
         assert [bus.nc.stats["reconnects"] for bus in (learner, other)] == outages
-        with pytest.raises(Denied, match=r"actor-0 at .*: denied: wrong name or password"):
+        with pytest.raises(Denied, match=r"actor-0 at .*: denied: wrong name or password") as denied:
             await renewed.tasks.lease(60)
+        assert exit_codes.of(denied.value) not in exit_codes.FINAL, "started again, it reads the new password"
     assert line_of(guarded.url, auth_dir, "actor-0") != before
     with pytest.raises(BusError):
         async with connect(before, RUN, CONFIG, name="actor-0", wait_s=1):

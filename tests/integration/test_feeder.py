@@ -824,7 +824,7 @@ async def test_trimming_waits_for_a_registered_reader(open_world: OpenWorld) -> 
 async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
     open_bus: BusOpener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with open_bus() as bus:
+    async with open_bus(samples_max_bytes=20_000_000, trained_max_bytes=1_000_000, quota_bytes=121_000_000) as bus:
         await (await Reader.open(bus, "slow")).advance(2)
         await (await Reader.open(bus, "quick")).advance(8)
         created = (await bus.samples.info()).created
@@ -840,6 +840,9 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
             epoch=1,
             on_published=lambda version, step: None,
         )
+        await bus.plans.fence(1)
+        await outcomes._note_use_of_bus()
+        assert 0 < outcomes.records_fullness < 0.01, "of what the quota leaves for records"
         assert await outcomes._waited_for(7, created) == 3
         outcomes.fullness = 0.86
         with caplog.at_level(logging.ERROR):

@@ -18,7 +18,14 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.status import read_status
 from tidemill.launch.run.audit import RunAccounting, audit
 from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
-from tidemill.launch.run.summary import Observed, audit_shown, broken_promises, seconds_of_steps, summarize
+from tidemill.launch.run.summary import (
+    Observed,
+    audit_shown,
+    broken_promises,
+    lines_of_removed,
+    seconds_of_steps,
+    summarize,
+)
 from tidemill.launch.run.watch import RunWatch
 from tidemill.launch.samples.search import as_map
 
@@ -401,6 +408,20 @@ def test_means_over_pushes_count_each_push_once() -> None:
     summary = summarize(RunAccounting(), lines, [], observed(), run="r", max_lag=1)
     assert summary["push_seconds_mean"] == 3
     assert summary["stall_seconds_mean"] == pytest.approx(0.4)
+
+
+def test_steps_are_counted_to_the_last_one_where_the_log_begins_later(tmp_path: Path) -> None:
+    lines = [{"step": step, "data/reward_mean": step / 240} for step in range(119, 241)]
+    accounting = RunAccounting(removed_steps=118)
+    summary = summarize(accounting, lines, [], None, run="r", max_lag=1)
+    assert (summary["steps"], summary["reward_first"]) == (240, None), "the first reward is in no line"
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "data/reward_mean": 0.1}\n{"step": 2}\n{"step": 2, "a": 1}\n{"step": 119}\n[]\n{"st')
+    earlier = lines_of_removed(file, 118)
+    assert earlier == [{"step": 1, "data/reward_mean": 0.1}, {"step": 2, "a": 1}]
+    summary = summarize(accounting, [*earlier, *lines], [], None, run="r", max_lag=1)
+    assert (summary["steps"], summary["reward_first"]) == (240, 0.1)
+    assert lines_of_removed(file, 0) == [], "of another run"
 
 
 def test_times_of_an_earlier_start_are_found_again(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample, make_task
 from tests.unit.test_bus_episodes import ints, make_plan
-from tidemill.bus.errors import Refused
+from tidemill.bus.errors import Refused, UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done, Plan, Settle
 from tidemill.launch.run.audit import RunAccounting, audit
 from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
-from tidemill.learner.feed.history import compact, read_history
+from tidemill.learner.feed.history import LEAST_VERSIONS, compact, read_history
 from tidemill.weightstore.store.registry import VersionRegistry
 
 KEPT = 100
@@ -24,6 +24,8 @@ METRICS = {f"train/metric_{number}": 1.0 / 3 for number in range(40)}
 
 class SyntheticRun:
     """A learner that takes a step for each sample, without weights; the oldest kept checkpoint is the one before."""
+
+    give_up = False
 
     def __init__(self, bus: Bus) -> None:
         self.bus, self.registry = bus, VersionRegistry(bus)
@@ -77,7 +79,7 @@ class SyntheticRun:
         if self._oldest is not None:
             await self.bus.samples.trim(self._oldest["samples"]["floor"] + 1)
             await self.bus.tasks.trim(self._oldest["tasks"]["floor"] + 1)
-            await compact(self.bus, self._oldest)
+            await compact(self.bus, self._oldest, give_up=self.give_up)
         self._oldest = {
             "step": self.step,
             "plan_seq": self.plan_seq,
@@ -131,3 +133,48 @@ async def test_an_audit_counts_nothing_twice_when_the_learner_is_killed_before_p
         accounting = await run.audited()
         assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, [])
         assert (accounting.trained, accounting.published) == (run.step, run.seq) and accounting.balance()
+
+
+async def test_a_log_that_is_almost_full_is_removed_to_the_oldest_checkpoint(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = SyntheticRun(bus)
+        await run.begin()
+        await run.take(6 * EVERY)
+        assert (await read_history(bus)).removed is None
+        run.give_up = True
+        await run.take(2 * EVERY)
+        removed = (await read_history(bus)).removed
+        assert removed is not None and run.step - removed.step < 4 * EVERY
+        assert run._oldest is not None
+        await bus.samples.trim(run._oldest["samples"]["floor"] + 1)
+        await bus.tasks.trim(run._oldest["tasks"]["floor"] + 1)
+        for _ in range(3):  # the oldest checkpoint may be the same for a while
+            await compact(bus, run._oldest, give_up=True)
+        first = min([record.step async for _, record in bus.plans.scan() if isinstance(record, Plan)])
+        assert removed.step < first <= run._oldest["step"], "a restart from a checkpoint reads its plan"
+        versions = [key for key in await bus.rows("weights").keys() if key.startswith("v.")]
+        assert len(versions) > LEAST_VERSIONS, "open tasks may name them"
+        accounting = await run.audited()
+        assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, [])
+        assert accounting.trained == run.step and accounting.balance()
+
+
+async def test_a_summary_that_cannot_be_read_is_neither_forgotten_nor_replaced(
+    open_bus: BusOpener, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_bus(history_steps=KEPT) as bus:
+        run = SyntheticRun(bus)
+        await run.begin()
+        await run.take(200)
+        row = await bus.rows("run").get(subjects.HISTORY_KEY)
+        subject = subjects.row(bus.run, "run", subjects.HISTORY_KEY)
+        await bus.jet.outbox.store(subject, b"not a row", {subjects.MESSAGE_ID: "x"})
+        await run.take(2 * EVERY)
+        assert "records of PLAN not removed" in caplog.text
+        with pytest.raises(UnreadableRow, match=r"run\.history"):
+            await run.audited()
+        assert row is not None
+        await bus.rows("run").put(subjects.HISTORY_KEY, row[0])
+        await run.take(KEPT)
+        accounting = await run.audited()
+        assert (accounting.lost, accounting.trained) == (0, run.step) and accounting.balance()

@@ -118,6 +118,17 @@ async def test_quotas_beyond_the_room_of_the_server_are_refused_and_leave_it_to_
         assert all(0.96 * QUOTA < run.reserved_bytes <= QUOTA for run in runs)
 
 
+async def test_a_larger_quota_without_room_leaves_the_run_as_it_was(small_server: str) -> None:
+    """Some streams are raised before the server refuses one; with these the earlier quota would not fit any more."""
+    config = BusConfig(**OF_QUOTA)
+    async with connect(small_server, "r", config, name="t") as bus:
+        await bus.create_layout()
+        async with connect(small_server, "r", replace(config, quota_bytes=4 * QUOTA), name="t") as larger:
+            with pytest.raises(NoRoom, match=r"bus\.quota_bytes"):
+                await larger.create_layout()
+        await bus.create_layout()
+
+
 async def test_a_run_that_fills_its_quota_takes_no_room_from_another(small_server: str) -> None:
     """Without quotas, plans, partials and reports of one run take the room that is reserved for another's samples."""
     config = BusConfig(**OF_QUOTA)

@@ -210,6 +210,27 @@ async def test_the_newest_snapshot_is_known_until_it_is_gone(open_bus: BusOpener
             await registry.set_snapshot(99, "http://nowhere")
 
 
+async def test_a_snapshot_of_a_version_without_a_row_is_served_again_and_removed(open_bus: BusOpener) -> None:
+    """Engines that run for long request none, and rows of old versions are removed behind the plans."""
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        await registry.publish(await registry.reserve(1, 1))
+        await registry.set_snapshot(1, "http://one")
+        for step in (2, 3, 4):
+            await registry.publish(await registry.reserve(step, 1))
+        await registry.forget(4)
+        assert await registry.row(1) is None
+        await registry.set_snapshot(1, "http://another-port/one")  # as a learner that begins again
+        found = await registry.snapshot()
+        assert found is not None and (found.version, found.snapshot) == (1, "http://another-port/one")
+        await registry.set_snapshot(4, "http://four")
+        await registry.set_snapshot(1, "")  # the oldest is removed
+        found = await registry.snapshot()
+        assert found is not None and found.version == 4
+        with pytest.raises(NotFound):
+            await registry.set_snapshot(2, "http://two")
+
+
 async def test_a_version_comes_after_the_samples_there_are(open_bus: BusOpener) -> None:
     """The first to write it counts: the publisher before it pushes, or the feeder, for a sample that names a version
     not pushed yet.

@@ -261,10 +261,22 @@ class VersionRegistry:
         """Record where a version's snapshot is ("" = it is gone). Raises NotFound for a version that does not exist."""
         await self._change(_key(version), version, snapshot=where)
         await self._change(HEAD, version, snapshot=where)  # only while it is the head
-        row = await self.row(version)
-        if row is None:
+        row = await self.row(version) or await self._forgotten(version, where)
+        if row is not None:
+            await self._note_snapshot(row)
+
+    async def _forgotten(self, version: int, where: str) -> VersionRow | None:
+        """Return the row of a version that has none of its own any more (``forget``), while it has the newest snapshot.
+
+        None: an older one, whose snapshot is removed. Raises NotFound for another version.
+        """
+        value, _ = await self._rows.read(SNAPSHOT)
+        newest = _parse(SNAPSHOT, value)
+        if newest is not None and newest.version == version:
+            return dataclasses.replace(newest, snapshot=where)
+        if where:
             raise NotFound("weights", f"version {version}")
-        await self._note_snapshot(row)
+        return None
 
     async def snapshot(self) -> VersionRow | None:
         """Return the row of the newest version that has a snapshot."""
