@@ -117,8 +117,10 @@ def _drained_code(text: str) -> int:
 
 
 def add_until_end(parser: argparse.ArgumentParser) -> None:
-    """Add --until-end, for processes that serve a run."""
+    """Add --until-end and --resume-wait, for processes that serve a run."""
     parser.add_argument("--until-end", action="store_true", help="drain, and end with 0, when the run has ended")
+    text = "seconds without a learner after which an end that was there before this process counts (default 60)"
+    parser.add_argument("--resume-wait", type=float, default=60.0, metavar="S", help=text)
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:

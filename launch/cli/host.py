@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
 
     async def body(draining: asyncio.Event) -> None:
         address = address_line(args.bus, None, name, os.environ)
-        async with until_end(address, run_name, draining, name=f"host {name}", on=args.until_end):
+        waits = {"on": args.until_end, "resume_s": args.resume_wait}
+        async with until_end(address, run_name, draining, name=f"host {name}", **waits):
             await run_host(run_name, args.bus, draining, machine)
 
     with only_one(machine.directory, name):

@@ -100,7 +100,8 @@ def run_router(args: argparse.Namespace) -> int:
     address = bus_address(args, None, router_id) if args.bus else ""
 
     async def body(draining: asyncio.Event) -> None:
-        async with run_end.until_end(address, args.run, draining, name="router", on=args.until_end):
+        waits = {"on": args.until_end, "resume_s": args.resume_wait}
+        async with run_end.until_end(address, args.run, draining, name="router", **waits):
             await servers.run_router(config, args.run, address, router_id, draining, drain_s=DRAIN_S)
 
     return process.run_refusing(with_probes(args, body), drain_s=DRAIN_S + 5)

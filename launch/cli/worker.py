@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         except BusUnavailable as error:
             unreachable.append(error)
             return
-        async with run_end.until_end(address, run_name, draining, name=role, on=args.until_end, ended=has_run_ended):
+        waits = {"on": args.until_end, "resume_s": args.resume_wait}
+        async with run_end.until_end(address, run_name, draining, name=role, ended=has_run_ended, **waits):
             await work(config, run_name, address, id, draining, local)
         is_drained = draining.is_set() and not has_run_ended.is_set()
 

@@ -88,22 +88,29 @@ async def _removed(bus: Bus, end: EndRow, within_s: float) -> bool:
 
 
 def until_end(
-    bus_url: str, run: str, draining: asyncio.Event, *, name: str, on: bool, ended: asyncio.Event | None = None
+    bus_url: str,
+    run: str,
+    draining: asyncio.Event,
+    *,
+    name: str,
+    on: bool,
+    resume_s: float = RESUME_S,
+    ended: asyncio.Event | None = None,
 ) -> AbstractAsyncContextManager[None]:
     """While entered, set ``draining``, and ``ended`` before it, when the run has ended, if ``on``.
 
-    ``run``: empty = the one of the bus.
+    ``run``: empty = the one of the bus. ``resume_s``: as for ``new_end``.
     """
-    return beside(*([_drain_at_end(bus_url, run, draining, ended, name=name)] if on else []))
+    return beside(*([_drain_at_end(bus_url, run, draining, ended, name=name, resume_s=resume_s)] if on else []))
 
 
 async def _drain_at_end(
-    bus_url: str, run: str, draining: asyncio.Event, ended: asyncio.Event | None, *, name: str
+    bus_url: str, run: str, draining: asyncio.Event, ended: asyncio.Event | None, *, name: str, resume_s: float
 ) -> None:
     run = run or await found_run(bus_url, name, draining)
     if run:
         async with connect(bus_url, run, BusConfig(), name=name, wait_s=LONG_WAIT_S) as bus:
-            end = await new_end(bus)
+            end = await new_end(bus, resume_s=resume_s)
         log.info("the run has ended, so this process drains outcome=%s reason=%s", end.outcome, end.reason)
         if ended is not None:
             ended.set()

@@ -57,7 +57,7 @@ class RowSender:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer, self._entries = writer, list[SampleIndex | Unusable]()
-        self._passed = self._pending = self._num_bytes = 0
+        self._passed = self._sent = self._pending = self._num_bytes = 0
         self._due = Waiter()
 
     def passed(self, seq: int) -> None:
@@ -70,7 +70,8 @@ class RowSender:
         while True:
             await self._due.wait()
             await asyncio.sleep(_FLUSH_S)
-            self.flush()
+            if self._entries or self._passed != self._sent:
+                self.flush()
 
     async def add(self, entry: SampleIndex | Unusable, *, pending: int) -> None:
         """Send an entry, now or with others. Waits while the feeder is far behind."""
@@ -83,8 +84,9 @@ class RowSender:
 
     def flush(self) -> None:
         """Send all entries and the position. An entry that is not passed yet is sent with a position before it."""
-        self._writer.write(frame(Rows(self._passed, self._pending, self._entries)))
-        self._entries, self._num_bytes = [], 0
+        passed = self._passed if self._passed != self._sent else 0  # each position is sent once; 0 = none
+        self._writer.write(frame(Rows(passed, self._pending, self._entries)))
+        self._entries, self._num_bytes, self._sent = [], 0, self._passed
 
 
 async def read(request: ReadRequest, server: SampleServer, sender: RowSender) -> None:
