@@ -310,10 +310,33 @@ def place_here() -> Place:
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 SGLANG = written(NEWEST)
-"""The release of SGLang in the table."""
+"""The release of SGLang that the tests run."""
+_SINCE = {
+    "0.3.0": "llama gemma2 mistral mixtral phi3",
+    "0.4.0": "olmo2",
+    "0.4.1": "deepseek_v3 granite",
+    "0.4.5": "gemma3 llama4",
+    "0.4.5.post2": "qwen3 qwen3_moe",
+    "0.4.8": "glm4",
+    "0.4.9.post3": "glm4_moe",
+    "0.5.1": "gpt_oss",
+    "0.5.2": "qwen3_next",
+    "0.5.3": "deepseek_v32",
+    "0.5.4": "nemotron_h",
+    "0.5.5": "minimax_m2 kimi_linear",
+    "0.5.7": "ministral3",
+    "0.5.8": "glm4_moe_lite",
+    "0.5.9": "glm_moe_dsa granitemoehybrid lfm2 lfm2_moe",
+    "0.5.11": "gemma4",
+    "0.5.17": "qwen3_5 qwen3_5_moe",
+}
+SGLANG_SINCE = {name: release for release, names in _SINCE.items() for name in names.split()}
+"""First release of SGLang with the architecture, from 0.3.0: ``EntryClass`` in ``sglang/srt/models`` of the released
+wheels, read on 2026-11-30.
+"""
 HEADER = (
     *("family", "`model_type`", "rows", "states", "experts", "tied", "logits", "common prompts once"),
-    *("built-in engine", f"SGLang {SGLANG}"),
+    *("built-in engine", "SGLang since"),
 )
 
 
@@ -337,9 +360,11 @@ def table_row(name: str, model: FsdpModel, directory: Path) -> list[str]:
 
 
 def sglang_cell(name: str, registry: Registry) -> str:
-    """Return the last cell of a family: whether SGLang has code for it."""
+    """Return the last cell of a family: the first release of SGLang that has code for it, if an installation has it,
+    too.
+    """
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FAMILIES[name][0]]
-    return "" if registry.refusal({"architectures": [architecture]}) else "yes"
+    return "" if registry.refusal({"architectures": [architecture]}) else SGLANG_SINCE[name.split(",")[0]]
 
 
 def page_rows(page: str, header: Sequence[str] = HEADER) -> dict[str, list[str]]:
