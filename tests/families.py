@@ -310,15 +310,41 @@ def place_here() -> Place:
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 SGLANG = written(NEWEST)
-"""The release of SGLang in the table."""
+"""The release of SGLang that the tests run."""
+_SINCE = {
+    "0.3.0": "llama gemma2 mistral mixtral phi3",
+    "0.3.6.post3": "olmo2",
+    "0.4.0.post2": "granite",
+    "0.4.1": "deepseek_v3",
+    "0.4.5": "gemma3 llama4",
+    "0.4.5.post2": "qwen3 qwen3_moe",
+    "0.4.8": "glm4",
+    "0.4.9.post5": "glm4_moe",
+    "0.5.1": "gpt_oss",
+    "0.5.2": "qwen3_next",
+    "0.5.3": "deepseek_v32",
+    "0.5.3.post3": "nemotron_h",
+    "0.5.4.post3": "minimax_m2 kimi_linear",
+    "0.5.6.post2": "ministral3",
+    "0.5.8": "glm4_moe_lite",
+    "0.5.9": "glm_moe_dsa granitemoehybrid lfm2 lfm2_moe",
+    "0.5.11": "gemma4",
+    "0.5.17": "qwen3_5 qwen3_5_moe",
+}
+SGLANG_SINCE = {name: release for release, names in _SINCE.items() for name in names.split()}
+"""First release of SGLang with the architecture, of the 52 wheels that were read on 2026-11-30: each release from 0.4.1
+to 0.5.22 but for some ``.post``, four before. Its name is in an ``EntryClass`` in ``sglang/srt/models``.
+"""
+ON_CPU = ("qwen3_moe", "gemma3", "mixtral", "olmo2", "phi3")
+"""Families whose exports and pushes are tried with SGLang on a CPU, without its kernels."""
 HEADER = (
     *("family", "`model_type`", "rows", "states", "experts", "tied", "logits", "common prompts once"),
-    *("built-in engine", f"SGLang {SGLANG}"),
+    *("built-in engine", "SGLang since", "SGLang on CPU"),
 )
 
 
 def table_row(name: str, model: FsdpModel, directory: Path) -> list[str]:
-    """Return the cells of a family in the table of the documentation, but that of SGLang."""
+    """Return the cells of a family in the table of the documentation, but those of SGLang."""
     experts = any("expert" in parameter for parameter, _ in model.transformer.named_parameters())
     scale, cap = model.head
     logits = [f"x {scale:g}"] * (scale != 1) + [f"cap {cap:g}"] * (cap != 0)
@@ -336,10 +362,13 @@ def table_row(name: str, model: FsdpModel, directory: Path) -> list[str]:
     ]
 
 
-def sglang_cell(name: str, registry: Registry) -> str:
-    """Return the last cell of a family: whether SGLang has code for it."""
+def sglang_cells(name: str, registry: Registry) -> list[str]:
+    """Return the last cells of a family: the first release of SGLang that has code for it, if an installation has it,
+    too, and whether a test runs it.
+    """
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FAMILIES[name][0]]
-    return "" if registry.refusal({"architectures": [architecture]}) else "yes"
+    refused = registry.refusal({"architectures": [architecture]})
+    return ["" if refused else SGLANG_SINCE[name.split(",")[0]], "yes" if name in ON_CPU else ""]
 
 
 def page_rows(page: str, header: Sequence[str] = HEADER) -> dict[str, list[str]]:
@@ -356,14 +385,14 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Print the table. Without SGLang its column is empty."""
+    """Print the table. Without SGLang its columns are empty."""
     registry = read_registry(SglangConfig(python=sys.argv[1])) if len(sys.argv) > 1 else None
     print(_line(HEADER) + "\n|" + "---|" * len(HEADER))
     with tempfile.TemporaryDirectory() as directory, one_place() as place:
         for name in FAMILIES:
             model_dir = write_family(Path(directory) / name, name)
             cells = table_row(name, open_model(model_dir, dtype="float32", place=place), model_dir)
-            print(_line([*cells, sglang_cell(name, registry) if registry else ""]))
+            print(_line([*cells, *(sglang_cells(name, registry) if registry else ("", ""))]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Families of ``tests.families`` on SGLang: which ones it serves, and the names of experts in a push."""
+"""Families of ``tests.families`` on SGLang: which it has, and exports and pushes of those that it serves on a CPU."""
 
 import asyncio
 import json
@@ -12,7 +12,9 @@ import pytest
 from tests.engine_kinds import sglang_server
 from tests.engine_push import joined
 from tests.engine_serving import log_probs_of, scores, told_log_probs
-from tests.families import FAMILIES, PAGE, SGLANG, family_model, page_rows, sglang_cell, write_family
+from tests.families import FAMILIES, ON_CPU, PAGE, SGLANG, family_model, page_rows, sglang_cells, write_family
+from tests.integration import fsdp_family_ranks
+from tests.learner_steps import run_ranks
 from tests.sglang.server import ENVIRONMENT, config, serving
 from tests.tiny_models import write_tiny_tokenizer
 from tidemill.actors.serving.sglang.registry import Registry, read_registry
@@ -23,6 +25,8 @@ from sglang.srt.models.registry import ModelRegistry
 print(json.dumps(sorted(ModelRegistry.get_supported_archs())))
 """
 PROMPT = [5, 6, 7, 8, 9]
+LOG_PROBS = 5e-5
+"""Largest difference of a log-prob in float32, in nats."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,9 @@ def registry(python: str) -> Registry:
 
 def test_the_page_names_the_families_that_sglang_serves(registry: Registry) -> None:
     rows = page_rows(PAGE.read_text())
-    assert {name: cells[-1] for name, cells in rows.items()} == {name: sglang_cell(name, registry) for name in FAMILIES}
+    assert {name: cells[-2:] for name, cells in rows.items()} == {
+        name: sglang_cells(name, registry) for name in FAMILIES
+    }
 
 
 @pytest.mark.slow
@@ -50,10 +56,15 @@ def test_the_names_are_those_of_sglangs_registry(registry: Registry, python: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_experts_are_pushed_by_the_names_of_files(python: str, tmp_path: Path, name: str) -> None:
-    """As the learner exports them: one tensor of each expert, or of all of them, as in the family's files."""
-    directory = write_tiny_tokenizer(write_family(tmp_path / "model", name))
+@pytest.mark.parametrize("name", ON_CPU)
+def test_an_export_of_two_ranks_is_served_and_pushed_to_by_the_names_of_files(
+    python: str, tmp_path: Path, name: str
+) -> None:
+    """Experts, too: one tensor of each, or of all of them, as in the family's files."""
+    exports = tmp_path / "ranks"
+    exports.mkdir()
+    run_ranks(fsdp_family_ranks.main, ([write_family(tmp_path / name, name)],), world=2, out=exports)
+    directory = write_tiny_tokenizer(exports / name)
     models = [family_model(name, seed=seed) for seed in range(2)]
 
     async def pushed(url: str) -> None:
@@ -61,9 +72,11 @@ def test_experts_are_pushed_by_the_names_of_files(python: str, tmp_path: Path, n
             for version, model in enumerate(models):
                 if version:
                     await push.whole(model, version)
-                answer = await served.generate(PROMPT, max_new_tokens=24, temperature=1.0, ignore_eos=True)
-                wanted = log_probs_of(await scores(model, PROMPT, answer["output_ids"]), answer["output_ids"])
-                assert np.abs(told_log_probs(answer) - wanted).max() < 1e-3
+                answer = await served.generate(PROMPT, max_new_tokens=24, temperature=0.0, ignore_eos=True)
+                tokens = answer["output_ids"]
+                scores_RV = await scores(model, PROMPT, tokens)
+                assert tokens == scores_RV.argmax(-1).tolist()
+                assert np.abs(told_log_probs(answer) - log_probs_of(scores_RV, tokens)).max() < LOG_PROBS
 
     with sglang_server(python, directory, tmp_path / "sglang.log", dtype="float32") as url:
         asyncio.run(pushed(url))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tidemill.learner.backends.fsdp import weights
 from tidemill.learner.backends.fsdp.family import load_family
@@ -211,7 +211,6 @@ def open_model(
     place: Place,
     attention: str = "auto",
     recompute: bool = False,
-    cpu_offload: bool = False,
     value_head: bool = False,
     prepare: Callable[[Any], None] | None = None,
     further: bool = False,
@@ -222,10 +221,10 @@ def open_model(
 
     ``dtype``: of the computation, float32 or bfloat16; weights and the sums of their gradients are float32. Gradients
     are sums over the ranks, which run the same number of passes. ``attention``: ``learner.attention``. ``recompute``:
-    compute each layer again in the backward pass. ``cpu_offload``: keep the parts in host memory. ``value_head``: for a
-    critic. ``prepare``: gets the model of transformers, without memory, before it is divided, and may freeze parameters
-    and add some; these have no values then. ``further``: with the heads for further tokens (MTP) of the files, not all
-    of which ``freeze`` may name. ``family``: ``learner.family``. Raises ConfigRefused, on all ranks, FunctionRefused.
+    compute each layer again in the backward pass. ``value_head``: for a critic. ``prepare``: gets the model of
+    transformers, without memory, before it is divided, and may freeze parameters and add some; these have no values
+    then. ``further``: with the heads for further tokens (MTP) of the files, not all of which ``freeze`` may name.
+    ``family``: ``learner.family``. Raises ConfigRefused, on all ranks, FunctionRefused.
     """
     rules = load_family(family)
     config = read_config(model_dir)
@@ -248,7 +247,7 @@ def open_model(
     if prepare is not None:
         prepare(transformer.model)
     model = FsdpModel(transformer, findings, place, dtype=DTYPES[dtype], is_critic=value_head)
-    shard(model, place, dtype=DTYPES[dtype], cpu_offload=cpu_offload)
+    shard(model, place, dtype=DTYPES[dtype])
     model.load(model_dir)
     return model
 
@@ -261,13 +260,11 @@ def _num_heads(config: Any, model_dir: Path, findings: Findings, freeze: Sequenc
     return heads
 
 
-def shard(model: FsdpModel, place: Place, *, dtype: torch.dtype, cpu_offload: bool) -> None:
+def shard(model: FsdpModel, place: Place, *, dtype: torch.dtype) -> None:
     """Give a model without memory the parts of this rank: layer by layer, so that one whole layer at most is there."""
     options: dict[str, Any] = {"mesh": place.mesh()}
     if dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    if cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=place.device.type == "cuda")
     layers = layers_of(model.transformer)
     for layer in layers:
         layer.to_empty(device=place.device)
