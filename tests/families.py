@@ -323,8 +323,8 @@ _SINCE = {
     "0.5.1": "gpt_oss",
     "0.5.2": "qwen3_next",
     "0.5.3": "deepseek_v32",
-    "0.5.3.post3": "nemotron_h",
-    "0.5.4.post3": "minimax_m2 kimi_linear",
+    "0.5.3.post2": "nemotron_h",
+    "0.5.4.post2": "minimax_m2 kimi_linear",
     "0.5.6.post2": "ministral3",
     "0.5.8": "glm4_moe_lite",
     "0.5.9": "glm_moe_dsa granitemoehybrid lfm2 lfm2_moe",
@@ -332,7 +332,7 @@ _SINCE = {
     "0.5.17": "qwen3_5 qwen3_5_moe",
 }
 SGLANG_SINCE = {name: release for release, names in _SINCE.items() for name in names.split()}
-"""First release of SGLang with the architecture, of the 52 wheels that were read on 2026-11-30: each release from 0.4.1
+"""First release of SGLang with the architecture, of the 54 wheels that were read on 2026-11-30: each release from 0.4.1
 to 0.5.22 but for some ``.post``, four before. Its name is in an ``EntryClass`` in ``sglang/srt/models``.
 """
 ON_CPU = ("qwen3_moe", "gemma3", "mixtral", "olmo2", "phi3")
