@@ -81,6 +81,11 @@ class Bus:
         """Wait until the bus is connected. Raises BusUnavailable."""
         await self._connection.wait_up(timeout_s)
 
+    @property
+    def closed(self) -> bool:
+        """True once the connection is closed for good."""
+        return self.jet.connection.closed
+
     async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``ask``, called again while the bus is away; for an hour, or until it is closed."""
         return await retry(

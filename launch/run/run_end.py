@@ -72,7 +72,7 @@ async def _is_there(bus: Bus) -> bool:
     try:
         return any(row.role in ("learner", "feeder") and not age for row, age in await processes(bus))
     except BusUnavailable:
-        if bus.jet.connection.closed:
+        if bus.closed:
             raise
         return True
 
