@@ -77,14 +77,14 @@ class Bus:
     def connected(self) -> bool:
         return self._connection.connected
 
-    async def wait_connected(self, timeout_s: float) -> None:
-        """Wait until the bus is connected. Raises BusUnavailable."""
-        await self._connection.wait_up(timeout_s)
-
     @property
     def closed(self) -> bool:
         """True once the connection is closed for good."""
-        return self.jet.connection.closed
+        return self._connection.closed
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Wait until the bus is connected. Raises BusUnavailable."""
+        await self._connection.wait_up(timeout_s)
 
     async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``ask``, called again while the bus is away; for an hour, or until it is closed."""
