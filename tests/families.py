@@ -335,7 +335,10 @@ SGLANG_SINCE = {name: release for release, names in _SINCE.items() for name in n
 """First release of SGLang with the architecture, of the 54 wheels that were read on 2026-11-30: each release from 0.4.1
 to 0.5.22 but for some ``.post``, four before. Its name is in an ``EntryClass`` in ``sglang/srt/models``.
 """
-ON_CPU = ("llama", "qwen3", "qwen3, tied", "qwen3_moe", "glm4", "gemma3", "granite", "mixtral", "olmo2", "phi3")
+ON_CPU = (
+    *("llama", "qwen3", "qwen3, tied", "qwen3_moe", "glm4", "gemma3"),
+    *("granite", "ministral3", "mixtral", "olmo2", "phi3"),
+)
 """Families whose exports and pushes are tried with SGLang on a CPU, without its kernels."""
 HEADER = (
     *("family", "`model_type`", "rows", "states", "experts", "tied", "logits", "common prompts once"),

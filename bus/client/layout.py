@@ -44,8 +44,10 @@ async def create_layout(jet: JetStream) -> None:
 
 
 async def _create_layout(jet: JetStream, made: list[str], raised: list[JsonObject]) -> None:
-    """Do what ``create_layout`` promises. ``made`` gets the names of the streams that were made here, ``raised`` the
-    earlier settings of those whose bound was raised.
+    """Create and compare as ``create_layout`` does.
+
+    ``made`` gets the names of streams that this call creates, ``raised`` the earlier settings of streams whose bound it
+    raises.
     """
     trained, stream = (subjects.stream(jet.run, name) for name in (subjects.TRAINED, subjects.TASKS))
     # TRAINED takes the room that the others leave; TASKS is last, because runs are found by it.

@@ -94,10 +94,10 @@ class _Rights:
         return [*run, *api], [*run, *subjects.acks(self._run, self._rollouts)], []
 
     def shadow(self) -> _Lists:
-        """Reads plans, samples and tasks of the run; writes to the streams of its own name, which the learner makes.
+        """Permissions to read plans, samples and tasks of the run, and to write to the streams of its own name.
 
-        It may not make or change any: the server copies from every stream that a stream names as its source, secret
-        rows included, and publishes again wherever it says, plans of the run included. It hears no change.
+        The learner makes these streams. A user that may create or change a stream could name secret rows as its source,
+        and have the server publish messages as plans of the run.
         """
         own = self._of_shadow(self._name.removeprefix(f"{SHADOW}-"))
         publish = [subjects.everything(own._run), *own._rows_of.values(), _api("INFO"), _api("STREAM.NAMES")]

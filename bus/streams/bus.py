@@ -124,10 +124,9 @@ class Bus:
     async def create_layout(self, *, shadow: bool = False) -> None:
         """Create the streams, consumers and buckets of this run that are missing.
 
-        ``shadow``: those of a run that issues no tasks, without TASKS, by which actors find the run of a bus. Raises
-        ConfigMismatch when one exists, or was made, with another configuration; BusUnavailable.
-
-        On a bus with users this makes those of the run's shadows, too, which may make none themselves.
+        ``shadow``: without TASKS, by which actors find the run of a bus. On a bus with users the streams of the run's
+        shadows are created, too, because shadows may create none. Raises ConfigMismatch when a stream has another
+        configuration; BusUnavailable.
         """
         await (create_archive if shadow else create_layout)(self.jet)
         for name in () if shadow or not self.config.auth else self.config.auth_shadows:

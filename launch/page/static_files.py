@@ -1,4 +1,4 @@
-"""The files of the page, read once: what the server sends, and what an export has inside. Knows no request.
+"""The files of the page, read once, for the server and for exports.
 
 ``app.js`` is all modules as one, each behind those that it imports: a browser that reads imports asks for them level by
 level, and each level is a round trip before the first chart.

@@ -55,8 +55,9 @@ async def wait_ended(bus: Bus) -> EndRow:
 async def new_end(bus: Bus, *, resume_s: float = RESUME_S) -> EndRow:
     """Return the end of the run once it has ended. Raises BusUnavailable for a closed bus.
 
-    One that is there at first may be of a run that is resumed: a learner with steps left removes it. It counts when no
-    learner has been there for ``resume_s``, in which the bus has answered: behind an outage nobody knows who was there.
+    A row that is there at first may belong to a run that is resumed, whose learner removes it. The row counts after
+    ``resume_s`` seconds without a learner. An outage of the bus begins this time anew, because a learner may have
+    worked meanwhile.
     """
     first, seen_s = await bus.retry(lambda: end_of(bus)), time.monotonic()
     while first is not None and time.monotonic() - seen_s < resume_s:
@@ -143,7 +144,7 @@ class LearnerEnd:
     async def record_failure(self, error: BaseException, *, wait_s: float = AT_END_S) -> None:
         """Write the row of a learner that no restart cures, where there is a bus within ``wait_s``."""
         if self._leads and exit_codes.of(error) in NOT_RESTARTED:
-            with _reported(), suppress(NotFound):  # of a run without streams nobody waits for the end
+            with _reported(), suppress(NotFound):  # a run without streams has no workers that wait for its end
                 await self._write_failure(error, wait_s)
 
     async def _write_failure(self, error: BaseException, wait_s: float) -> None:

@@ -230,7 +230,7 @@ class Up:
         lines = summary.lines_of_removed(metrics, await removed_steps(bus))
         for file in (metrics, self._root / summary.EVALUATIONS_FILE):
             file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
-        if lines:  # those whose records are gone are nowhere else
+        if lines:  # the bus no longer has the records of these steps
             summary.write_lines(metrics, lines)
         steps, after_epoch = self._config.learner.steps, self._after_epoch
         self._watch = RunWatch(

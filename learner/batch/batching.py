@@ -31,7 +31,7 @@ class SamplePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a data-parallel rank packs of a step, and what it takes to align its samples."""
+    """Samples of a step that a data-parallel rank packs, and the numbers by which it aligns them."""
 
     step: int
     version_steps: dict[int, int]

@@ -146,7 +146,7 @@ class TaskIssuer:
     async def store(self, task: Task) -> Task:
         """Store and register a task. Returns it with its id."""
         async with self.lock:
-            await asyncio.sleep(self._pace.wait_s)  # of evaluations, and for those that passed meanwhile
+            await asyncio.sleep(self._pace.wait_s)  # evaluations issue tasks, too, and count for the pace
             self._pace.note()
             task = replace(task, id=await self._bus.tasks.issue(task))
             self._source.issued(task, time.monotonic())

@@ -58,6 +58,11 @@ def main(arguments: list[str] | None = None) -> None:
         ),
         epoch=1,
     )
+    report(decide(source, args), args.steps * args.groups * GROUP_SIZE)
+
+
+def decide(source: DataSource, args: argparse.Namespace) -> Clock:
+    """Take all steps, and return the CPU seconds of each stage."""
     source.published(0, 0)
     clock = Clock()
     pattern = make_sample(source.rules.run, 1, args.tokens)
@@ -86,8 +91,11 @@ def main(arguments: list[str] | None = None) -> None:
         clock.lap("metrics")
         source.snapshot()
         clock.lap("snapshot")
-    samples_in_all = args.steps * args.groups * GROUP_SIZE
-    counted = {stage: 1e6 * spent / samples_in_all for stage, spent in clock.spent_s.items() if stage != "not counted"}
+    return clock
+
+
+def report(clock: Clock, num_samples: int) -> None:
+    counted = {stage: 1e6 * spent / num_samples for stage, spent in clock.spent_s.items() if stage != "not counted"}
     for stage, cost_us in counted.items():
         print(f"  {stage:<20} {cost_us:5.1f} us a sample")
     print(f"RATIO us a sample of all decisions: {sum(counted.values()):.1f}")
