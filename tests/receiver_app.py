@@ -24,7 +24,7 @@ from tidemill.actors.errors import CannotTell, StaleEpoch, UpdateRefused
 from tidemill.actors.serving.handles import HandleListener
 from tidemill.actors.serving.updates import Updates
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.system.coroutines import new_event_loop
 from tidemill.bus.wire.rows import Capabilities, LiveRow

@@ -26,8 +26,7 @@ from tidemill.actors.scoring.server import open_rewards
 from tidemill.actors.teachers import Teachers
 from tidemill.bus.client.addresses import HERE, LOOPBACK, Reach, reach, route_to
 from tidemill.bus.config import SINGLE_TURN, BusConfig, is_loopback
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView, api_keys
 from tidemill.bus.section import Sections, read
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable

@@ -20,8 +20,7 @@ from tidemill.actors.engines.server_pool import ServerPool
 from tidemill.actors.errors import ScorerLost, ScorerUnavailable
 from tidemill.actors.scoring.server import ALIVE_S, ROLE, SCORE, SCORE_GROUP
 from tidemill.bus.http.client import content_of, open_session
-from tidemill.bus.liveness.heartbeats import LiveView
-from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.liveness import LiveView, RunKeys
 from tidemill.bus.system.coroutines import first_of
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest

@@ -27,8 +27,7 @@ from tidemill.bus.streams.shard_reading import (
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Cursor, Kind
 from tidemill.bus.wire.rows import ReaderRow, row_of
-from tidemill.bus.wire.shards import Shards
-from tidemill.bus.wire.subjects import nonce, token
+from tidemill.bus.wire.subjects import Shards, nonce, token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import decode_sample, encode_sample
 from tidemill.bus.wire.messages import Cursor, Kind, Sample
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.bus.wire.shards import Position, Shards
+from tidemill.bus.wire.subjects import Position, Shards
 
 # Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)
 SAMPLE_HEADER = "Tm-Sample"

@@ -11,7 +11,7 @@ from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import check_sample, decode_sample
 from tidemill.bus.wire.messages import Cursor, Sample
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.bus.wire.shards import Shards
+from tidemill.bus.wire.subjects import Shards
 
 PARTS_HEADER = "Tm-Parts"  # Header with the number of parts; only on a manifest
 

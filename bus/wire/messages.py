@@ -432,7 +432,7 @@ class Cursor:
     floor: int
     settled: tuple[int, ...] = ()
     floors: tuple[int, ...] = ()
-    """Floor of each shard where there are several (``tidemill.bus.wire.shards``); ``floor`` is the smallest."""
+    """Floor of each shard where there are several (``subjects.Shards``); ``floor`` is the smallest."""
 
     @property
     def position(self) -> tuple[int, ...]:

@@ -25,8 +25,8 @@ from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.checks.servers import check_servers
-from tidemill.launch.devices.activations import ITEM_BYTES
 from tidemill.launch.devices.memory_table import dtype_on, kv_budget, training_bytes
+from tidemill.launch.devices.rank_memory import ITEM_BYTES
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tidemill.actors.engines.membership import CONFIG_KEY, connected, host_name
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening, add_probes, add_run, add_until_end

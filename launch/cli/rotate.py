@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tidemill.launch.run import users
+from tidemill.launch.run.bus_process import users_request
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +18,6 @@ def run(args: argparse.Namespace) -> int:
     """Have the bus of a run renew passwords and certificates. Returns 0. Raises RequestRefused."""
     if not (args.run_dir / "bus").is_dir():
         raise ValueError(f"--run-dir: want the directory of a run whose bus is on this machine, got {args.run_dir}")
-    users.request_of(args.run_dir).ask(" ".join(args.users), wait_s=args.wait)
+    users_request(args.run_dir).ask(" ".join(args.users), wait_s=args.wait)
     print(f"renewed: {', '.join([*args.users, 'certificates'])}")
     return 0

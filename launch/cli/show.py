@@ -18,8 +18,7 @@ from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.samples.filters import Filter, prompt_text, task_of
 from tidemill.launch.samples.search import FoundSample, SampleHistory, SampleSearch, as_map, history_of, opened
-from tidemill.launch.samples.text import conversation, facts, plain, plain_table, to_json, turns_table
-from tidemill.launch.samples.tokens import Vocabulary
+from tidemill.launch.samples.text import Vocabulary, conversation, facts, plain, plain_table, to_json, turns_table
 
 # (lowest probability, style) of a token, in descending order.
 _SHADES = (

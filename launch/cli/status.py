@@ -15,7 +15,7 @@ from rich.text import Text
 from tidemill.actors.engines.address_checks import CURE, unreachable, verified
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.config import SINGLE_TURN
-from tidemill.bus.liveness.heartbeats import processes
+from tidemill.bus.liveness import processes
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.readers import WAIT, Cursors, shard_extents
 from tidemill.bus.wire import subjects

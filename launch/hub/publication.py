@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.launch.hub.refusals import TOKEN, HubRefused, endpoint, explained
 from tidemill.launch.hub.repository import show_progress
-from tidemill.launch.hub.selection import CARD, model_files
+from tidemill.launch.hub.selection import CARD, TOKEN, HubRefused, endpoint, explained, model_files
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.hub_names import COMMIT, MODEL, HubName, names_in, parse
 from tidemill.launch.settings.run_config import CONFIG_FILE

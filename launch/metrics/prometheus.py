@@ -21,7 +21,7 @@ from tidemill.bus.client.layout import stream_configs
 from tidemill.bus.errors import BusError, NotFound
 from tidemill.bus.http.access import Route, TokenAccess
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import all_of, first_of
 from tidemill.bus.wire import subjects

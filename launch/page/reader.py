@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.errors import BusError, StreamReplaced
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.readers import History
 from tidemill.bus.system.coroutines import all_of

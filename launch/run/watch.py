@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.wire.messages import Done, Evaluated, Sample

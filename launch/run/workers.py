@@ -196,7 +196,7 @@ async def config_on_bus(
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
     """Return the model's directory if it is here, else a snapshot from the learner; None if drained first."""
 
-    from tidemill.bus.liveness.heartbeats import Waiting
+    from tidemill.bus.liveness import Waiting
     from tidemill.weightstore.catch_up import fetch_model
 
     model = Path(config.model.path)

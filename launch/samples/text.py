@@ -1,4 +1,6 @@
-"""Samples as text for a terminal, which must not interpret them, and values of messages as JSON. Knows no bus."""
+"""Samples as text for a terminal, which must not interpret them, text of token ids, and values of messages as JSON.
+Knows no bus.
+"""
 
 import json
 import math
@@ -6,11 +8,13 @@ import re
 import time
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.actors.text.text import Text as Tokenizer
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Sample, Turns
@@ -18,6 +22,7 @@ from tidemill.launch.samples.filters import Headline, prompt_text
 
 if TYPE_CHECKING:
     from tidemill.launch.samples.search import FoundSample
+
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -186,3 +191,31 @@ def _parts(sample: Sample) -> str:
     if not isinstance(sample.reward, dict):
         return ""
     return " (" + ", ".join(f"{plain(name)} {value:.3g}" for name, value in sample.reward.items()) + ")"
+
+
+_CONTEXT = 8  # Tokens before a token that affect its text: a space at its beginning, the rest of a character
+
+
+class Vocabulary:
+    """Text of token ids; without a tokenizer an id is shown as ``⟨17⟩``."""
+
+    def __init__(self, text: Tokenizer | None) -> None:
+        self._text = text
+
+    @classmethod
+    def read(cls, places: Sequence[Path]) -> Self:
+        """Return the vocabulary of the first model directory with a tokenizer; else one that shows ids."""
+        return cls(next((text for place in places if (text := Tokenizer.read(place)) is not None), None))
+
+    def pieces(self, ids: Sequence[int], first: int = 0) -> list[str]:
+        """Return the text that each token adds, from place ``first`` on."""
+        return [self._piece(ids, place) for place in range(first, len(ids))]
+
+    def _piece(self, ids: Sequence[int], place: int) -> str:
+        if self._text is None:
+            return f"⟨{ids[place]}⟩"
+        before = ids[max(0, place - _CONTEXT) : place]
+        shorter = self._text.decode(before, skip_special=False)
+        longer = self._text.decode([*before, ids[place]], skip_special=False)
+        piece = longer[len(shorter) :] if longer.startswith(shorter) else ""
+        return piece if piece and "\ufffd" not in piece else f"⟨{ids[place]}⟩"

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.learner.batch.batching import build_batches

@@ -23,7 +23,7 @@ from nats.aio.msg import Msg
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_episode, make_partial, make_sample, make_task, take
 from tidemill.bus.errors import WireError
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import (

@@ -32,7 +32,7 @@ from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, GatewayConfig
 from tidemill.actors.errors import BadRow
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.section import Sections, read
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams import episode_turns

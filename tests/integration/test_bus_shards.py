@@ -24,7 +24,7 @@ from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.system.processes import Child
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Cursor, Sample
-from tidemill.bus.wire.shards import Shards, is_behind
+from tidemill.bus.wire.subjects import Shards, is_behind
 from tidemill.learner.buffer.sample_index import SampleIndex, Unusable
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.read_options import ReadOptions

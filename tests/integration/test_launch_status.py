@@ -17,7 +17,7 @@ from rich.console import Console
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.launched import ROOT, run_tidemill
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, release
+from tidemill.bus.liveness import HeartbeatPublisher, release
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tests.bus_fixtures import BusOpener
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli import top

@@ -19,7 +19,7 @@ from tests.small_disk import small_disk
 from tests.waits import until
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ConfigMismatch, NoRoom, Refused
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire import subjects

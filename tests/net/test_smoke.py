@@ -9,7 +9,7 @@ import pytest
 from tests.net.lab import why_not
 from tests.net.site import Site, site
 from tests.whole.running import SMOKE, until_step
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 MACHINES = ("bus", "node", "gpu", "act0")

@@ -18,7 +18,7 @@ from tidemill.actors.scoring import scorer_pool, server
 from tidemill.actors.scoring.scorer_pool import MAX_LOST, RemoteScoring, ScorerClient, ScorerPool
 from tidemill.actors.scoring.server import RewardServer, serving
 from tidemill.bus.http.access import RunAccess
-from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.liveness import Keys, RunKeys
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest

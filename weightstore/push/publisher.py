@@ -27,8 +27,7 @@ from torch import Tensor
 from tidemill.bus.client.addresses import reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Fenced
-from tidemill.bus.liveness.heartbeats import LiveView
-from tidemill.bus.liveness.keys import admin_keys
+from tidemill.bus.liveness import LiveView, admin_keys
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.rows import VersionRow
@@ -38,12 +37,11 @@ from tidemill.weightstore.format.adapters import AdapterSettings
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.loop_thread import LoopThread
 from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
-from tidemill.weightstore.push.head import Head
 from tidemill.weightstore.push.member import Check, Member
 from tidemill.weightstore.push.push import CUDA_HANDLES, HOST_HANDLES, Push, PushHandle, PushReport
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup, PushGroups, open_groups
+from tidemill.weightstore.push.snapshots import Head, SnapshotServer
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.store.snapshot_server import SnapshotServer
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import Division, RemotePart
 from tidemill.weightstore.transport.port import Deadlines

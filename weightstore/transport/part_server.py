@@ -24,9 +24,8 @@ from torch import Tensor
 
 from tidemill.bus.client.addresses import Reach
 from tidemill.bus.http.access import Route, RunAccess
-from tidemill.bus.http.bodies import body_in, json_in
-from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.http.listener import Listener, body_in, json_in
+from tidemill.bus.liveness import Keys, RunKeys
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PeerLost, PublisherClosed
 from tidemill.weightstore.format.checksums import ChecksumReport, beside

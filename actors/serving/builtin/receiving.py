@@ -16,7 +16,7 @@ from torch import Tensor
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.http_api import decode
 from tidemill.actors.serving.builtin.lora import IncomingAdapter
-from tidemill.actors.serving.builtin.weight_set import WeightSet
+from tidemill.actors.serving.builtin.weights import WeightSet
 from tidemill.actors.serving.command_bodies import JoinBody
 from tidemill.actors.serving.updates import require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping

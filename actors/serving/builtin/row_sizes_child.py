@@ -13,7 +13,7 @@ from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.blocks import RowSizes
 from tidemill.actors.serving.builtin.row_sizes import SizesRead
 from tidemill.actors.serving.builtin.transformers_cache import probe, row_sizes
-from tidemill.actors.serving.builtin.transformers_weights import facts_of, model_options
+from tidemill.actors.serving.builtin.transformers_runner import facts_of, model_options
 from tidemill.bus.system.functions import FunctionRefused, find_object
 
 DTYPES = ("float32", "bfloat16")

@@ -28,8 +28,8 @@ from tidemill.actors.http_api import decode
 from tidemill.actors.serving.builtin.lora import Adapter, IncomingAdapter
 from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
 from tidemill.actors.serving.builtin.scheduler import Scheduler
-from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.actors.serving.builtin.weights import (
+    WeightSet,
     copy_all,
     empty_cache,
     finalize,
