@@ -21,7 +21,7 @@ from tidemill.actors.episodes.episode import Episode
 from tidemill.actors.episodes.gateway import Gateway
 from tidemill.actors.router.server import RouterServer
 from tidemill.actors.router.token_history import ModelText
-from tidemill.actors.scoring.server import RewardServer
+from tidemill.actors.scoring import RewardServer
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.sglang.arguments import release_of

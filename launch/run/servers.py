@@ -60,7 +60,7 @@ async def run_reward_server(
 
     Raises UnknownReward, BadRewardOption, RewardFailed, OSError.
     """
-    from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
+    from tidemill.actors.scoring import SCORE, SCORE_GROUP, RewardServer, serving
     from tidemill.bus.system.limits import become_undumpable
     from tidemill.rewards.scorers import opened, opened_group
 

@@ -273,7 +273,7 @@ async def run_scorer(
     config: RunConfig | None, run: str, bus_url: str, scorer_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
-    from tidemill.actors.scoring.server import ScorerPlace, run_scorer
+    from tidemill.actors.scoring import ScorerPlace, run_scorer
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)

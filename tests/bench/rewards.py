@@ -35,8 +35,8 @@ from aiohttp import ClientSession, web
 
 from tests.bench import plain_rewards as plain
 from tidemill import launch
+from tidemill.actors.actor.sample_scoring import RemoteScoring, ScorerClient, ScorerPool
 from tidemill.actors.engines.server_discovery import ServerStatus
-from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
 from tidemill.bus.liveness import Keys, RunKeys
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.limits import ProcessLimits

@@ -21,7 +21,7 @@ from tests.launched import run_tidemill
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, EngineConfig, RouterConfig
 from tidemill.actors.router.server import run_router
-from tidemill.actors.scoring.server import run_scorer
+from tidemill.actors.scoring import run_scorer
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus import exit_codes

@@ -434,7 +434,7 @@ def test_every_construction_of_a_listener_is_a_role() -> None:
     assert sorted(made) == [
         ("actors/episodes/gateway.py", 1),
         ("actors/router/server.py", 1),
-        ("actors/scoring/server.py", 1),
+        ("actors/scoring.py", 1),
         ("actors/serving/server.py", 1),
         ("launch/deploy/probes.py", 1),
         ("launch/metrics/prometheus.py", 1),

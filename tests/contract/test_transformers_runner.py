@@ -26,8 +26,7 @@ from tidemill.actors.serving.builtin.batch import Batch
 from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, budget
 from tidemill.actors.serving.builtin.engine import OpenedModel, open_model
 from tidemill.actors.serving.builtin.input_scores import Scoring
-from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
-from tidemill.actors.serving.builtin.row_sizes_child import sizes_on_meta
+from tidemill.actors.serving.builtin.row_sizes import read_row_sizes, sizes_on_meta
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape, choose_runner
 from tidemill.actors.serving.builtin.transformers_cache import RowCache, probe, row_sizes

@@ -42,7 +42,7 @@ from tidemill.bus.streams.bus import Bus, connect, find_run, raise_epoch, runs_o
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import DeadLetterDecision, Done
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.deploy.registry import read_runs
+from tidemill.launch.cli.runs import read_runs
 from tidemill.launch.run import desired
 from tidemill.launch.run.bus_process import renew_users
 from tidemill.launch.run.bus_requests import RequestRefused

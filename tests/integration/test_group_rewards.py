@@ -15,7 +15,7 @@ from tests.unit.test_rewards_http import answering
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
-from tidemill.actors.scoring.server import RewardServer, serving
+from tidemill.actors.scoring import RewardServer, serving
 from tidemill.bus.section import Sections, read
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.system.limits import ProcessLimits

@@ -25,7 +25,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.deploy.registry import read_runs
+from tidemill.launch.cli.runs import read_runs
 
 FLOODED, OTHER = "with_TASKS_in-it", "other"
 

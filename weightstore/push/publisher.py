@@ -45,8 +45,7 @@ from tidemill.weightstore.store.registry import VersionRegistry
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import Division, RemotePart
 from tidemill.weightstore.transport.port import Deadlines
-from tidemill.weightstore.transport.staged_adapter import AdapterBase, StagedAdapter
-from tidemill.weightstore.transport.staging import StagedModel, StagingPool, staging_memory
+from tidemill.weightstore.transport.staging import AdapterBase, StagedAdapter, StagedModel, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
 

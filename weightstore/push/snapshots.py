@@ -22,8 +22,7 @@ from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.errors import SnapshotBroken
 from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.store.registry import WANT, VersionRegistry
-from tidemill.weightstore.transport.staged_adapter import StagedAdapter
-from tidemill.weightstore.transport.staging import StagedModel
+from tidemill.weightstore.transport.staging import StagedAdapter, StagedModel
 
 _log = logging.getLogger(__name__)
 

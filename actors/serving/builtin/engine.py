@@ -23,9 +23,8 @@ from tidemill.actors.errors import EngineFailed, NoDevice, UnsupportedModel
 from tidemill.actors.serving.builtin.backend import BuiltinBackend
 from tidemill.actors.serving.builtin.batch import Event
 from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, budget, host_memory
-from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from tidemill.actors.serving.builtin.runner import ModelRunner
+from tidemill.actors.serving.builtin.runner import DecoderRunner, ModelRunner
 from tidemill.actors.serving.builtin.scheduler import Scheduler
 from tidemill.actors.serving.builtin.sequence import Model
 from tidemill.actors.serving.builtin.shape import ModelFacts, ModelShape, choose_runner
