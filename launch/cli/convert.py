@@ -1,6 +1,6 @@
 """``tidemill convert``: a learner's checkpoint as a Hugging Face directory, or a Hugging Face directory as a
-checkpoint; ``tidemill push``: the model of a finished run into a repository of the Hugging Face Hub, with a card that is
-made from the run's summary.
+checkpoint; ``tidemill push``: the model of a finished run into a repository of the Hugging Face Hub, with a card that
+is made from the run's summary.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Inputs of a command: its configuration, checked or printed, its name, the bus, secrets in ``.env`` (no settings; a value
-is in no message), and arguments for its children.
+"""Inputs of a command: its configuration, checked or printed, its name, the bus, secrets in ``.env`` (no settings; a
+value is in no message), and arguments for its children.
 """
 
 import argparse

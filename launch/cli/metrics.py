@@ -1,5 +1,5 @@
-"""``tidemill metrics``: gives the metrics of each step to a sink, from the first one that the bus has, or serves them to
-Prometheus (``tidemill.launch.metrics``).
+"""``tidemill metrics``: gives the metrics of each step to a sink, from the first one that the bus has, or serves them
+to Prometheus (``tidemill.launch.metrics``).
 
     PLAN (outcomes, scores) --read--> sink
 

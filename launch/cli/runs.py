@@ -1,5 +1,5 @@
-"""``tidemill runs``: the runs on one bus, with state, step, sizes, bounds and processes of each (docs/operating.md). It only
-reads.
+"""``tidemill runs``: the runs on one bus, with state, step, sizes, bounds and processes of each (docs/operating.md).
+It only reads.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""``tidemill bus``, ``router``, ``reward-server`` and ``teacher``: servers of a run, or of other clients; ``rotate``: new
-passwords of a bus that runs. Their bodies are in ``launch/run/bus_process.py`` and ``launch/run/servers.py``.
+"""``tidemill bus``, ``router``, ``reward-server`` and ``teacher``: servers of a run, or of other clients; ``rotate``:
+new passwords of a bus that runs. Their bodies are in ``launch/run/bus_process.py`` and ``launch/run/servers.py``.
 """
 
 import argparse
