@@ -20,7 +20,7 @@ from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.layout import create_archive, create_layout
 from tidemill.bus.client.outbox import answered
 from tidemill.bus.client.rows import Rows, Value
-from tidemill.bus.config import RUN_NAME, BusConfig
+from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable, Forbidden
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.episode_turns import TurnStream
@@ -29,6 +29,7 @@ from tidemill.bus.streams.samples import SampleStream
 from tidemill.bus.streams.tasks import Partials, TaskQueue
 from tidemill.bus.streams.trained import TrainedStream
 from tidemill.bus.wire import subjects
+from tidemill.bus.wire.names import RUN_NAME
 from tidemill.bus.wire.subjects import check_run
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tidemill.bus.client.connection import Connection, open_connection
 from tidemill.bus.client.outbox import answered
-from tidemill.bus.config import RUN_NAME, BusConfig
+from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, NotFound, WireError
 from tidemill.bus.liveness import processes
 from tidemill.bus.streams.bus import Bus
@@ -24,6 +24,7 @@ from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import decode_record
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.names import RUN_NAME
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import bus_url
 from tidemill.launch.run import process
