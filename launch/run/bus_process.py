@@ -33,7 +33,7 @@ from tidemill.bus.system.files import lacking, write_whole
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import backup
 from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE, auth_dir, own_address, viewer_line
-from tidemill.launch.run.bus_requests import BusRequest, RequestRefused
+from tidemill.launch.run.directory import BusRequest, RequestRefused
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import SERVER_RESTARTS
 from tidemill.launch.settings import yaml_file

@@ -45,7 +45,7 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.runs import read_runs
 from tidemill.launch.run import desired
 from tidemill.launch.run.bus_process import renew_users
-from tidemill.launch.run.bus_requests import RequestRefused
+from tidemill.launch.run.directory import RequestRefused
 from tidemill.launch.settings.config_loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
