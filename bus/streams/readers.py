@@ -16,10 +16,11 @@ from tidemill.bus.client.pull import follow, present
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusError, DetailedError, NotFound, StreamReplaced, WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.merging import as_they_arrive, in_order
 from tidemill.bus.streams.shard_reading import (
     CREATED_SEPARATOR,
     Received,
+    as_they_arrive,
+    in_order,
     payload_of,
     state_of_all,
     states_of_shards,

@@ -9,13 +9,14 @@ from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
 from tidemill.bus.client.outbox import PublishAck
 from tidemill.bus.errors import WireError
-from tidemill.bus.streams.merging import as_they_arrive, in_order
 from tidemill.bus.streams.shard_reading import (
     CREATED_SEPARATOR,
     NO_CHECK,
     PARTS_HEADER,
     Received,
     ShardReading,
+    as_they_arrive,
+    in_order,
     part_id,
     payload_of,
     state_of_all,

@@ -75,6 +75,7 @@ _WITH = {
     "cursors": "archive",
     "restore": "backup",
     "scale": "host",
+    "ray": "up",
     "tail": "show",
     "texts": "eval",
 }

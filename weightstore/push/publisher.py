@@ -29,13 +29,12 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Fenced
 from tidemill.bus.liveness import LiveView, admin_keys
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.system.coroutines import cancellable
+from tidemill.bus.system.coroutines import LoopThread, cancellable
 from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PartLost, PublisherClosed, PushFailed
 from tidemill.weightstore.format.adapters import AdapterSettings
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.loop_thread import LoopThread
 from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
 from tidemill.weightstore.push.member import Check, Member
 from tidemill.weightstore.push.push import CUDA_HANDLES, HOST_HANDLES, Push, PushHandle, PushReport
