@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tidemill.bus.wire.messages import Kind
-from tidemill.bus.wire.names import RUN_NAME
+from tidemill.bus.wire.task_settings import RUN_NAME
 
 TASKS, SAMPLES, PLAN, PARTIALS, TURNS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD"
 TRAINED = "TRAINED"

@@ -20,7 +20,7 @@ from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import STORE_SHARE, needed_bytes
 from tidemill.bus.system.files import lacking
 from tidemill.bus.wire.codec import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
-from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel

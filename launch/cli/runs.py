@@ -24,8 +24,8 @@ from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import decode_record
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done
-from tidemill.bus.wire.names import RUN_NAME
 from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.task_settings import RUN_NAME
 from tidemill.launch.cli.arguments import bus_url
 from tidemill.launch.run import process
 from tidemill.launch.run.access import viewer_line

@@ -25,7 +25,7 @@ from tidemill.bus.wire.rows import LiveRow, Outcome
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.run import summary
-from tidemill.launch.run.pace import Pace
+from tidemill.launch.run.run_facts import Pace
 from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS

@@ -28,7 +28,7 @@ from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.metrics.dictionary import Metric, described, metrics
-from tidemill.launch.run.settings_of_run import RunSettings
+from tidemill.launch.run.run_facts import RunSettings
 from tidemill.launch.settings import extras
 from tidemill.learner.algorithms.alarms import thresholds
 

@@ -25,7 +25,7 @@ from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.wire.messages import Done, Evaluated, Sample
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import summary
-from tidemill.launch.run.pace import Pace
+from tidemill.launch.run.run_facts import Pace
 from tidemill.launch.run.summary import count_in
 
 log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from tidemill.bus.liveness import Keys, RunKeys
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
-from tidemill.bus.wire.names import BY_ROLLOUT
+from tidemill.bus.wire.task_settings import BY_ROLLOUT
 from tidemill.rewards import group
 from tidemill.rewards.port import RewardRequest, fields_of
 from tidemill.rewards.registry import bind

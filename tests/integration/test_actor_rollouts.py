@@ -38,8 +38,8 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.limits import children_of
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Kind, Status
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.cli.status import unserved
 
 

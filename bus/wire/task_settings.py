@@ -1,10 +1,16 @@
-"""Limits and template arguments of an episode, as part of its task. Settings use it, too, so it loads no numpy."""
+"""Names, limits and template arguments that settings and tasks share. Without numpy and pydantic: commands and keepers
+of rewards start fast.
+"""
 
 import json
+import re
 from dataclasses import dataclass
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping
+
+RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # A run's name can be part of a subject and of a stream's name
+BY_ROLLOUT = "by_rollout"  # ``actor.reward`` of a run in which every episode gets its reward from its rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
