@@ -34,6 +34,9 @@ _BUCKET = "live"
 _WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0  # Intervals in which ``Waiting`` writes its row, and its log line
 _PERIODS = 5  # Heartbeat periods after which a write that is not acknowledged is made again
 _OBSERVED: ContextVar["list[HeartbeatPublisher] | None"] = ContextVar("observed", default=None)
+ADMIN_KEY, API_KEY = "admin", "api_key"  # Rows of the buckets ``keys`` and ``run``: ``{"key": "..."}``
+_KEY_BYTES = 24
+_AGAIN_S = 1.0  # Seconds between two reads of a row, however many requests bring a wrong key
 
 
 @contextmanager
@@ -219,11 +222,6 @@ class Waiting:
                 logged_s = time.monotonic()
                 _log.info("waiting for %s", self._heartbeat.row.waits_for)
             await asyncio.sleep(_WAITING_UPDATE_S)
-
-
-ADMIN_KEY, API_KEY = "admin", "api_key"  # Rows of the buckets ``keys`` and ``run``: ``{"key": "..."}``
-_KEY_BYTES = 24
-_AGAIN_S = 1.0  # Seconds between two reads of a row, however many requests bring a wrong key
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,22 @@ from tidemill.rewards.scorers import GroupScorer
 
 logger = logging.getLogger(__name__)
 
+MAX_LOST = 4
+"""Scorers lost while they worked on one request, after which its sample is FAILED: the request may end them."""
+CONNECT_S = 5.0
+"""Deadline of a connection."""
+SILENT_S = 6 * ALIVE_S
+"""Seconds without a byte of an answer, after which its scorer counts as lost; it writes a blank every ``ALIVE_S``."""
+MAX_S = 3600.0
+"""Deadline of a call, its wait for a place in the scorer included. The scorer bounds the reward itself."""
+_MAX_REASON = 1000
+"""Characters of a reason that are kept."""
+_UNSENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.NonHttpUrlClientError, ValueError)
+_REFUSED = (400, 413, 422)
+"""Statuses that refuse the request itself."""
+_SHOWN = 200
+"""Length at which an answer is cut off in messages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorers:
@@ -188,23 +204,6 @@ def _request_of(task: Task, sample: Sample) -> RewardRequest:
         num_turns=1 if sample.turns is None else len(sample.turns.tokens),
         transcript=sample.transcript,
     )
-
-
-MAX_LOST = 4
-"""Scorers lost while they worked on one request, after which its sample is FAILED: the request may end them."""
-CONNECT_S = 5.0
-"""Deadline of a connection."""
-SILENT_S = 6 * ALIVE_S
-"""Seconds without a byte of an answer, after which its scorer counts as lost; it writes a blank every ``ALIVE_S``."""
-MAX_S = 3600.0
-"""Deadline of a call, its wait for a place in the scorer included. The scorer bounds the reward itself."""
-_MAX_REASON = 1000
-"""Characters of a reason that are kept."""
-_UNSENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.NonHttpUrlClientError, ValueError)
-_REFUSED = (400, 413, 422)
-"""Statuses that refuse the request itself."""
-_SHOWN = 200
-"""Length at which an answer is cut off in messages."""
 
 
 class ScorerClient:

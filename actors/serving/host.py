@@ -26,8 +26,13 @@ from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import nonce
 
+log = logging.getLogger(__name__)
+
+
 WINDOW_S = 10.0
 """Seconds over which the share is taken."""
+PROBE = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
+"""Body of /generate with which an engine is probed."""
 
 
 class IdleClock:
@@ -66,10 +71,6 @@ class WaitingShare:
         return min(1.0, (idle_s - before_s) / (now - since)) if now > since else 0.0
 
 
-log = logging.getLogger(__name__)
-
-PROBE = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
-"""Body of /generate with which an engine is probed."""
 AnyUpdates = TypeVar("AnyUpdates", bound=Updates)
 
 

@@ -21,12 +21,19 @@ from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.transport.handles import Offered
 
+log = logging.getLogger(__name__)
+
+
 PHASES = ("joining", "catching up", "serving", "stale", "draining")
 """Phases of an engine; it accepts requests only in ``serving``."""
 COMMAND_S = 60.0
 """Time-out of one operation of an update, unless its request has another."""
 Result = TypeVar("Result")
 Body = JsonMapping
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""Kinds of memory that can be released, under SGLang's names."""
+OPEN_S = 60.0
+"""Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
 
 
 class ServedEngine(Protocol):
@@ -127,14 +134,6 @@ class Backend(Protocol):
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
         """Return further routes of this kind; ``command`` checks the epoch of a command and returns its body."""
-
-
-log = logging.getLogger(__name__)
-
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""Kinds of memory that can be released, under SGLang's names."""
-OPEN_S = 60.0
-"""Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
 
 
 class Updates(ABC):

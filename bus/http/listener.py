@@ -26,6 +26,9 @@ from tidemill.bus.client.addresses import bare, in_url
 from tidemill.bus.config import is_loopback
 from tidemill.bus.http.access import Access, Handler, Route, Rule, refusal
 
+_log = logging.getLogger(f"{__name__}.http")
+
+
 MAX_BODY_BYTES = 64 << 20  # Largest body of a request; a larger one is refused with 413
 # Maximum number of bytes of bodies that one listener holds until the ends of their requests; then 503
 MAX_BODIES_BYTES = 256 << 20
@@ -37,6 +40,10 @@ MAX_DEPTH = 100  # Maximum depth of nested lists and maps in JSON: not every enc
 # Maximum number of lists and maps in JSON: an empty one has 2 bytes in a body and 56 or more in memory
 MAX_NESTED = 1 << 20
 _BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)
+HEADERS_S = 60.0  # Seconds without a whole request to the close of a connection; clients close idle ones sooner
+SHUTDOWN_S = 5.0
+_BACKLOG = 4096  # Connections that may wait to be accepted. Linux lowers it to net.core.somaxconn.
+_FILES = "GET /{file}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +162,6 @@ def _deeper(value: object, max_depth: int) -> bool:
             if isinstance(inner, dict | list)
         ]
     return bool(level)
-
-
-HEADERS_S = 60.0  # Seconds without a whole request to the close of a connection; clients close idle ones sooner
-SHUTDOWN_S = 5.0
-_BACKLOG = 4096  # Connections that may wait to be accepted. Linux lowers it to net.core.somaxconn.
-_FILES = "GET /{file}"
-_log = logging.getLogger(f"{__name__}.http")
 
 
 class Listener:

@@ -20,6 +20,9 @@ from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.bus.wire.subjects import Shards
 
 T = TypeVar("T")
+PARTS_HEADER = "Tm-Parts"  # Header with the number of parts; only on a manifest
+CREATED_SEPARATOR = ","  # Between the creation times of shards, which together identify SAMPLES
+NO_CHECK = -1  # Value of ``vocab_size`` that disables the check of invariants
 
 
 async def as_they_arrive(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
@@ -62,9 +65,6 @@ async def in_order(sources: Sequence[AsyncGenerator[T]], key: Callable[[T], Any]
             heads[source] = await anext(source, None)
 
 
-PARTS_HEADER = "Tm-Parts"  # Header with the number of parts; only on a manifest
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
     """A message of SAMPLES. A sample that was published in parts is one message, at the sequence of its manifest."""
@@ -81,10 +81,6 @@ class Received:
     """The actor that the subject names; known also for a message that cannot be decoded."""
     data: bytes = field(default=b"", repr=False)
     """The encoded sample; empty where it was received by another process."""
-
-
-CREATED_SEPARATOR = ","  # Between the creation times of shards, which together identify SAMPLES
-NO_CHECK = -1  # Value of ``vocab_size`` that disables the check of invariants
 
 
 class ShardReading:

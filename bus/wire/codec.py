@@ -40,6 +40,23 @@ from tidemill.bus.wire.messages import (
 
 _ID_LIMIT = 2**63
 MOST_TURNS = 2**31
+_SAMPLE = MessageFormat(Sample, "sample", later_from="rollout")
+_TASK = MessageFormat(Task, "task", later_from="rollout")
+_PARTIAL = MessageFormat(Partial, "partial")
+_DEAD = MessageFormat(Dead, "dead")
+_DECISION = MessageFormat(DeadLetterDecision, "word")
+_OTHER_RECORDS = (Done, Settle, Requeue, Fence, Evaluated)
+_RECORD_OF: Mapping[type, MessageFormat[Any]] = {
+    Plan: MessageFormat(Plan, "plan", later_from="rows"),
+    **{record: MessageFormat(record, record.__name__.lower()) for record in _OTHER_RECORDS},
+}
+_RECORDS = {record.name: record for record in _RECORD_OF.values()}
+HEADER_RESERVE_BYTES = 1024  # Room left for headers in a message of the largest size
+# Size limit of a sample: of a million tokens, it has 9 bytes for each, its text and its metadata
+MAX_SAMPLE_BYTES = 64 << 20
+_FEW_PARTS = 16  # Number of parts that may have any size
+# Smallest mean size of more parts, or half of the payload of a message where that is less
+_SMALLEST_PART_BYTES = 256 << 10
 
 
 class TurnKind(StrEnum):
@@ -139,18 +156,7 @@ def _check_state(record: TurnRecord) -> None:
             raise WireError(f"rewards[{number}]", want, reward)
 
 
-_SAMPLE = MessageFormat(Sample, "sample", later_from="rollout")
-_TASK = MessageFormat(Task, "task", later_from="rollout")
-_PARTIAL = MessageFormat(Partial, "partial")
 _TURN_RECORD = MessageFormat(TurnRecord, "turn")
-_DEAD = MessageFormat(Dead, "dead")
-_DECISION = MessageFormat(DeadLetterDecision, "word")
-_OTHER_RECORDS = (Done, Settle, Requeue, Fence, Evaluated)
-_RECORD_OF: Mapping[type, MessageFormat[Any]] = {
-    Plan: MessageFormat(Plan, "plan", later_from="rows"),
-    **{record: MessageFormat(record, record.__name__.lower()) for record in _OTHER_RECORDS},
-}
-_RECORDS = {record.name: record for record in _RECORD_OF.values()}
 
 # Each pair raises WireError naming the field, and UnknownSchema where it reads. It checks no invariant.
 encode_sample, decode_sample = _SAMPLE.encode, _SAMPLE.read
@@ -190,14 +196,6 @@ def decode_record(data: bytes) -> PlanRecord:
 def record_name(record: PlanRecord) -> str:
     """Return plan, done, settle, requeue, fence or evaluated: the record's ``type`` on the wire and its subject."""
     return _RECORD_OF[type(record)].name
-
-
-HEADER_RESERVE_BYTES = 1024  # Room left for headers in a message of the largest size
-# Size limit of a sample: of a million tokens, it has 9 bytes for each, its text and its metadata
-MAX_SAMPLE_BYTES = 64 << 20
-_FEW_PARTS = 16  # Number of parts that may have any size
-# Smallest mean size of more parts, or half of the payload of a message where that is less
-_SMALLEST_PART_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

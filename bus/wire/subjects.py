@@ -41,6 +41,7 @@ _MAX_DIGITS = 19  # Digits of 2**63. A longer text is not converted: that takes 
 _ACK_TOKENS = 9  # Tokens of an acknowledgement subject without a JetStream domain
 _LONGEST_NAME = 64
 _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
+_NAME = re.compile(r"_SAMPLES(?:-0of(\d{1,2}))?$")
 
 
 def check_run(run: str) -> str:
@@ -264,7 +265,6 @@ def nonce() -> str:
 
 Position = tuple[int, ...]
 """A sequence for each shard, in the order of the shards; one is enough for sequences below all messages."""
-_NAME = re.compile(r"_SAMPLES(?:-0of(\d{1,2}))?$")
 
 
 def is_behind(seq: int, position: Position) -> bool:

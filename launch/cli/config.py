@@ -34,6 +34,19 @@ OF_ANY_FAMILY = (
     "Nor counted for this family: activations and logits. Matrices that it keeps whole on every tensor-parallel "
     "rank count as split."
 )
+TEMPLATES = DATA / "init"
+CONFIG = "run.yaml"
+# Kinds of runs, and the files of each beside its configuration.
+KINDS: dict[str, tuple[Path, ...]] = {
+    "own": (TEMPLATES / "my_reward.py", TEMPLATES / "prompts.jsonl"),
+    "gsm8k": (),
+    "tools": (),
+    "sft": (TEMPLATES / "responses.jsonl",),
+    "real": tuple(sorted((DATA / "real").iterdir())),
+}
+OF_MODELS = ("own", "sft", "real")  # Kinds that begin with a model; the others make a tiny one first
+_MODEL = "@MODEL@"
+IGNORES = ".gitignore"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -149,21 +162,6 @@ def print_memory(loaded: Loaded) -> None:
 
 def _size(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
-
-
-TEMPLATES = DATA / "init"
-CONFIG = "run.yaml"
-# Kinds of runs, and the files of each beside its configuration.
-KINDS: dict[str, tuple[Path, ...]] = {
-    "own": (TEMPLATES / "my_reward.py", TEMPLATES / "prompts.jsonl"),
-    "gsm8k": (),
-    "tools": (),
-    "sft": (TEMPLATES / "responses.jsonl",),
-    "real": tuple(sorted((DATA / "real").iterdir())),
-}
-OF_MODELS = ("own", "sft", "real")  # Kinds that begin with a model; the others make a tiny one first
-_MODEL = "@MODEL@"
-IGNORES = ".gitignore"
 
 
 def add_init(parser: argparse.ArgumentParser) -> None:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 AUTO = BACKENDS[0]
 GGUF = ".gguf"  # end of the name of a file in llama.cpp's format
+FINAL, SUMMARY = "final", "summary.json"
+PACKAGES = ("tidemill", "torch", "transformers", "megatron-core")
+OPTION = "--to-hub"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -189,11 +192,6 @@ def run_push(args: argparse.Namespace) -> int:
 
     print(push(args.run, args.to_hub, public=args.public))
     return 0
-
-
-FINAL, SUMMARY = "final", "summary.json"
-PACKAGES = ("tidemill", "torch", "transformers", "megatron-core")
-OPTION = "--to-hub"
 
 
 def push(root: Path, repo: str, *, public: bool) -> str:

@@ -49,7 +49,11 @@ from tidemill.learner.evaluation.rounds import MARK
 from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
 from tidemill.weightstore.store.registry import VersionRegistry
 
+log = logging.getLogger(__name__)
+
+
 OPEN_TASKS = 256  # Prompts that are out at a time, where no training needs the engines
+_SIZE = (6, 300)  # Lines and characters of a text that is shortened
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +149,6 @@ def _block(line: dict[str, object]) -> str:
     return "\n".join([scores_in_words(line).removesuffix(" (version 0)"), *rows])
 
 
-_SIZE = (6, 300)  # Lines and characters of a text that is shortened
 Pair = tuple[Sample, Sample]  # Responses of two versions to one prompt
 
 
@@ -238,9 +241,6 @@ def _parts(sample: Sample) -> Mapping[str, float]:
 def _as_map(before: Sample, after: Sample) -> dict[str, object]:
     rewards = {"reward_before": dict(_parts(before)), "reward_after": dict(_parts(after))}
     return {"prompt": prompt_text(before), "before": before.response, "after": after.response, **rewards}
-
-
-log = logging.getLogger(__name__)
 
 
 async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated]:

@@ -32,6 +32,19 @@ from tidemill.launch.settings.run_paths import CONFIGS
 if TYPE_CHECKING:
     from tidemill.launch.checks.findings import Report
     from tidemill.launch.hub.repository import Fetched
+ENV_FILE = ".env"
+SECRETS = (
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "OPENAI_API_KEY",
+    "ANTHROPIC_API_KEY",
+    "TIDEMILL_WEBHOOK",
+    "TIDEMILL_METRICS_TOKEN",
+)
+SECRETS_PREFIX = "AWS_"  # Start of further names that are read: the credentials of an object store
+_ENV_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
+_ENV_VALUE = re.compile(r"""(?P<quote>["'])(?P<quoted>[^"'\\]*)(?P=quote)\s*(?:\#.*)?|(?P<bare>[^\s"']*)(?:\s+\#.*)?""")
+MAX_ENV_BYTES = 1 << 16
 
 
 def loaded_config(args: argparse.Namespace) -> Loaded:
@@ -218,21 +231,6 @@ def children_arguments(args: argparse.Namespace) -> list[str]:
     """Return the options with which a child reads the same configuration and reaches the same bus."""
     settings = [word for setting in args.set for word in ("--set", setting)]
     return ["--config", *map(str, args.config), *settings, "--bus", args.bus]
-
-
-ENV_FILE = ".env"
-SECRETS = (
-    "HF_TOKEN",
-    "WANDB_API_KEY",
-    "OPENAI_API_KEY",
-    "ANTHROPIC_API_KEY",
-    "TIDEMILL_WEBHOOK",
-    "TIDEMILL_METRICS_TOKEN",
-)
-SECRETS_PREFIX = "AWS_"  # Start of further names that are read: the credentials of an object store
-_ENV_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
-_ENV_VALUE = re.compile(r"""(?P<quote>["'])(?P<quoted>[^"'\\]*)(?P=quote)\s*(?:\#.*)?|(?P<bare>[^\s"']*)(?:\s+\#.*)?""")
-MAX_ENV_BYTES = 1 << 16
 
 
 def read_env_file(file: Path) -> tuple[dict[str, str], str]:

@@ -38,6 +38,9 @@ from tidemill.launch.run.access import VIEWER
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 from tidemill.rewards.registry import Bound, bind
 
+log = logging.getLogger(__name__)
+
+
 PROMETHEUS, TRACES = "prometheus", "traces"
 SINKS = f"{', '.join(SINK.table)}, {PROMETHEUS}, {TRACES}, or module:function"
 PRINTED: dict[str, Callable[[], str]] = {
@@ -45,6 +48,9 @@ PRINTED: dict[str, Callable[[], str]] = {
     "rules": monitoring.rules,
     "grafana": monitoring.board,
 }
+CONNECT_S = 60.0
+CLOSE_S = 30.0  # Longest wait in seconds for a call of the sink that is under way, and for its `close`
+LONGEST_PAUSE_S = 60.0  # Longest pause in seconds before a sink that has raised is called again
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -122,16 +128,8 @@ def _serve(args: argparse.Namespace) -> int:
     return read_until_drained(args, served, name=PROMETHEUS, user=VIEWER)
 
 
-log = logging.getLogger(__name__)
-
-
 class _SinkFailed(Exception):
     """The sink, which is the user's, has raised its cause."""
-
-
-CONNECT_S = 60.0
-CLOSE_S = 30.0  # Longest wait in seconds for a call of the sink that is under way, and for its `close`
-LONGEST_PAUSE_S = 60.0  # Longest pause in seconds before a sink that has raised is called again
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ _SHADES = (
     *((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow")),
     *((0.01, "white on magenta"), (0.0, "white on red")),
 )
+DEFAULT_LAST = 10
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -289,9 +290,6 @@ def _table(tokens: Sequence[Token]) -> Table:
             values = [f"{step.logprob:.4f}", f"{difference:+.4f}", f"{step.advantage:.4g}", f"{step.weight:.4g}"]
         table.add_row(str(place), str(token.id), text, *odds, f"v{token.version}", *values)
     return table
-
-
-DEFAULT_LAST = 10
 
 
 def add_tail(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,9 @@ from tidemill.launch.run.watch import LOOK_EVERY_S, SILENT_S, RunWatch
 
 _FIRST_S = 20.0  # Longest wait in seconds for rows and the newest outcome before a picture
 _SETTLE_S = SILENT_S + LOOK_EVERY_S  # Then rows are read so long: a process is silent when its row does not change
+_RATES_S = 10.0  # Time over which tokens are counted for a rate
+_ROLES = ("engine", "actor", "scorer", "learner", "feeder", "router", "host", "bus")
+_MOST_LOOKS = 8  # Most lines of processes that need a look
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -77,11 +80,6 @@ async def show_top(bus: Bus, args: argparse.Namespace) -> int:
 
     await first_of(watch.run(), draw())
     return 0
-
-
-_RATES_S = 10.0  # Time over which tokens are counted for a rate
-_ROLES = ("engine", "actor", "scorer", "learner", "feeder", "router", "host", "bus")
-_MOST_LOOKS = 8  # Most lines of processes that need a look
 
 
 @dataclass(slots=True)

@@ -36,12 +36,19 @@ from tidemill.launch.run import desired
 from tidemill.launch.run.desired import MOST
 from tidemill.launch.run.watch import SILENT_S, RunWatch
 
+log = logging.getLogger(__name__)
+
+
 UP_ABOVE, DOWN_BELOW = 0.2, 0.05  # Waiting share of the learner above which numbers grow, below which they may shrink
 IDLE_ABOVE = 0.3  # Waiting share of the engines above which they are idle
 HEADROOM = 1.1  # Capacity that is left after a reduction, relative to the load
 MOST_FACTOR = 2.0  # Largest change at once, in either direction
 ROLES = ("engine", "actor")
 _WORD = re.compile(r"(engine|actor)s=([0-9]{1,5})\.\.([0-9]{1,5})")
+LOOK_EVERY_S = 1.0
+DEAD_S = 5.0  # Seconds without a change of its row after which another autoscaler takes over
+LEAST_STEPS, MOST_STEPS = 3, 10  # Steps since the last change that a decision needs, and those that it looks at
+STALLED = 5.0  # Times ``settle_s`` without enough steps, or without the desired processes, after which it goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +121,6 @@ def _grown(role: str, factor: float, counts: Mapping[str, int], bounds: Mapping[
     after = clamped({**counts, role: num_processes}, bounds)
     at_most = f"; {role}s are at their maximum" if after[role] == counts[role] else ""
     return Decision(after, f"{waits} for {role}s{at_most}")
-
-
-log = logging.getLogger(__name__)
-
-LOOK_EVERY_S = 1.0
-DEAD_S = 5.0  # Seconds without a change of its row after which another autoscaler takes over
-LEAST_STEPS, MOST_STEPS = 3, 10  # Steps since the last change that a decision needs, and those that it looks at
-STALLED = 5.0  # Times ``settle_s`` without enough steps, or without the desired processes, after which it goes on
 
 
 class Autoscaler:

@@ -38,6 +38,10 @@ AWAY_EVERY_S = 1.0
 """Interval of calls to an owner that Ray is starting again, in seconds."""
 ANSWER_S = 30.0
 """Seconds beyond its own limit in which an owner answers a call to stop its process."""
+WAIT_S = 600.0
+"""Seconds in which the cluster must have room for the learner: an autoscaler needs minutes for a machine."""
+DRAINED = 100
+"""Exit code of a learner that a signal has drained: it is started again, as its run goes on."""
 
 
 class RemoteProcess:
@@ -134,10 +138,6 @@ def owner_maker(options: dict[str, Any]) -> Callable[[Program], Any]:
     return lambda program: actor.options(**options).remote(program)
 
 
-WAIT_S = 600.0
-"""Seconds in which the cluster must have room for the learner: an autoscaler needs minutes for a machine."""
-
-
 class NoRoom(ValueError):
     """The cluster has no room for the learner's nodes."""
 
@@ -220,10 +220,6 @@ def _address_here() -> tuple[str, int]:
     address = ray.util.get_node_ip_address()
     with KeptPort(address) as port:
         return address, port.number
-
-
-DRAINED = 100
-"""Exit code of a learner that a signal has drained: it is started again, as its run goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

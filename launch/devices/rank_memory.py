@@ -20,6 +20,11 @@ from tidemill.learner.settings.schedule import MUON
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8
 NONE, SELECTIVE, FULL = RECOMPUTE
+ADAM, SGD = "adam", "sgd"
+VALUE_HEAD = "lm_head.value"  # Name of a critic's value head here: in the last stage, where the output projection is
+_EXPERTS = ".experts."  # In the names of the weights of routed experts, and of no other
+_NOT_BY_MUON = ("embed", "lm_head", "bias")
+"""In names of tensors that AdamW updates in Muon's place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +129,6 @@ def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str, *, fused
     chunk = max(tokens, LOGITS_AT_ONCE)
     product = 0 if item == FLOAT32 else chunk * item
     return chunk * 2 * FLOAT32 + product + tokens * hidden * FLOAT32
-
-
-ADAM, SGD = "adam", "sgd"
-VALUE_HEAD = "lm_head.value"  # Name of a critic's value head here: in the last stage, where the output projection is
-_EXPERTS = ".experts."  # In the names of the weights of routed experts, and of no other
-_NOT_BY_MUON = ("embed", "lm_head", "bias")
-"""In names of tensors that AdamW updates in Muon's place."""
 
 
 class Moments(NamedTuple):

@@ -18,6 +18,15 @@ from tidemill.learner.prompts.formats import NUMBERED, SUFFIXES
 
 WAY_OUT = "give a path, set HF_ENDPOINT to a mirror, or fill the cache where the hub can be reached (HF_HOME)"
 TOKEN = "set HF_TOKEN in the environment or in .env beside the configuration"
+CARD = "README.md"
+WEIGHTS = ".safetensors"
+# Ends of a model's other files: sizes, tokenizer (`tokenizer.model`, `merges.txt`), chat template.
+_TEXTS = (".json", ".jinja", ".model", ".txt")
+# Names of the weights as transformers saves them; a repository may have other copies beside them.
+_COMPLETE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_GLOB = re.compile(r"\*\*/|\*\*|\*|\?|[^*?]+")
+_REGEX = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+MOST_SHOWN = 20
 
 
 class HubRefused(DetailedError, ValueError):
@@ -98,17 +107,6 @@ def _raise_status(where: str, what: str, repo: str, status: int) -> None:
         raise HubRefused(where, what, got, TOKEN) from None
     got = f"status {status} of {endpoint()} for {repo}"
     raise (HubUnreachable if status >= 500 or status == 429 else HubRefused)(where, what, got, WAY_OUT) from None
-
-
-CARD = "README.md"
-WEIGHTS = ".safetensors"
-# Ends of a model's other files: sizes, tokenizer (`tokenizer.model`, `merges.txt`), chat template.
-_TEXTS = (".json", ".jinja", ".model", ".txt")
-# Names of the weights as transformers saves them; a repository may have other copies beside them.
-_COMPLETE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_GLOB = re.compile(r"\*\*/|\*\*|\*|\?|[^*?]+")
-_REGEX = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-MOST_SHOWN = 20
 
 
 def model_files(where: str, name: HubName, files: Collection[str], *, weights: bool, tokenizer: bool) -> list[str]:

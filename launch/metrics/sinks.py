@@ -19,6 +19,10 @@ from tidemill.launch.settings import extras
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import Contract
 
+_RUN_TAG = "tidemill.run_id"
+_MOST_METRICS = 1000  # Metrics of one request. Source: "Request Limits" of MLflow's REST API
+_LONGEST_NAME = 250
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
@@ -195,11 +199,6 @@ class WeightsAndBiases:
 def series_of(record: StepMetrics) -> str:
     """Return the name under which the last step is logged: steps and evaluation sets rise each by themselves."""
     return f"last/{next(iter(record.metrics), 'eval/').rpartition('/')[0]}" if record.evaluation else "last/step"
-
-
-_RUN_TAG = "tidemill.run_id"
-_MOST_METRICS = 1000  # Metrics of one request. Source: "Request Limits" of MLflow's REST API
-_LONGEST_NAME = 250
 
 
 class MLflow:

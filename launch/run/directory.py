@@ -20,6 +20,7 @@ from tidemill.bus.system.files import write_whole
 from tidemill.launch.settings.run_config import CONFIG_FILE
 
 LOCK_FILE = ".lock"  # File in the run's directory: locked by the one `up` that works in it, and holding its process id
+_LOOK_S = 0.1
 
 
 class CannotBegin(ValueError):
@@ -96,9 +97,6 @@ def only_one(directory: Path, name: str) -> Iterator[None]:
     with (directory / LOCK_FILE).open("a+") as lock:
         _lock(lock, lambda holder: HostExists(f"--name: host {name} is running in {directory} (process {holder})"))
         yield
-
-
-_LOOK_S = 0.1
 
 
 class RequestRefused(ValueError):

@@ -10,6 +10,9 @@ from typing import Any
 
 from tidemill.learner.algorithms.alarms import AlarmConfig, Context, refuse_unknown
 
+RECENT_STEPS = 20  # Number of steps over which rates and the time left are computed
+_LEAST = 3  # Outcomes that give a pace
+
 
 class RunSettings:
     """The row, read field by field: a missing or odd value is the default."""
@@ -54,10 +57,6 @@ class RunSettings:
         except (TypeError, ValueError):
             return AlarmConfig()
         return config
-
-
-RECENT_STEPS = 20  # Number of steps over which rates and the time left are computed
-_LEAST = 3  # Outcomes that give a pace
 
 
 @dataclass(slots=True)

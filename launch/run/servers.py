@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+URL_FILE = "dashboard.url"  # File in the run's directory with the address of its page
+LOOK_S = 0.2
+END_S = 2.0
 
 
 async def run_router(
@@ -130,11 +133,6 @@ def commands(config: RunConfig) -> dict[str, list[str]]:
             words += ["--device", "cpu", "--dtype", "float32"]
             arguments[f"teacher-{teacher.name}"] = ["teacher", teacher.model, *words]
     return arguments
-
-
-URL_FILE = "dashboard.url"  # File in the run's directory with the address of its page
-LOOK_S = 0.2
-END_S = 2.0
 
 
 async def keep_page(root: Path, run: str, bus_url: str, report: Callable[[str], None]) -> None:

@@ -28,6 +28,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}  # Colours of a message's role
 _TEXTS = ("reasoning_content", "content")  # Fields of a message that are shown as text; the others are shown as JSON
+_PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)  # Lines and characters of a text that is shortened
+_LABEL_SIZE = 40
+_GOOD = 0.99  # Lowest reward shown in green
+_CONTEXT = 8  # Tokens before a token that affect its text: a space at its beginning, the rest of a character
 
 
 def clock(unix_s: float) -> str:
@@ -125,11 +129,6 @@ def _text_of(content: object) -> str:
     return content if isinstance(content, str) else "" if content is None else to_json(content)
 
 
-_PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)  # Lines and characters of a text that is shortened
-_LABEL_SIZE = 40
-_GOOD = 0.99  # Lowest reward shown in green
-
-
 def block(match: "FoundSample", *, full: bool = False) -> Text:
     """Return a sample as text: facts, prompt, response. ``full``: nothing is shortened, messages for episodes."""
     line, sample = match.line, match.sample
@@ -191,9 +190,6 @@ def _parts(sample: Sample) -> str:
     if not isinstance(sample.reward, dict):
         return ""
     return " (" + ", ".join(f"{plain(name)} {value:.3g}" for name, value in sample.reward.items()) + ")"
-
-
-_CONTEXT = 8  # Tokens before a token that affect its text: a space at its beginning, the rest of a character
 
 
 class Vocabulary:

@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 _NAME = re.compile(r"v(\d+)")
 _ADAPTER = "-adapter"  # End of the name of a directory with the adapter of a version alone
 _SHUTDOWN_S = 1.0  # Time that downloads have to end; an engine resumes an interrupted one later
+_POLL_S = 1.0  # Interval at which snapshot requests are read, besides the wake-ups
 
 
 class SnapshotServer:
@@ -157,9 +158,6 @@ class SnapshotServer:
             _log.warning("newest snapshot not usable version=%d reason=%s", row.version, error)
             return False
         return (info.version, info.step, info.digest) == (row.version, row.step, row.digest)
-
-
-_POLL_S = 1.0  # Interval at which snapshot requests are read, besides the wake-ups
 
 
 class Head:

@@ -36,6 +36,13 @@ from tidemill.bus.wire.rows import Capabilities
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 10.0
+"""Time limit in seconds for the decoding thread to end."""
+ALIVE_EVERY_S = 1.0
+"""Interval in seconds at which the decoding thread is checked."""
+PROBE_S = 20.0
+"""Time limit in seconds of a probe."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedModel:
@@ -111,14 +118,6 @@ def _open_transformers(model_dir: Path, config: EngineConfig, dtype: torch.dtype
     runner = TransformersRunner(weights, probed, num_blocks=num_blocks)
     log.info("self-test passed distance=%.1e nats model_type=%s", runner.self_test(), facts.family)
     return OpenedModel(facts=facts, weights=weights, runner=runner)
-
-
-CLOSE_S = 10.0
-"""Time limit in seconds for the decoding thread to end."""
-ALIVE_EVERY_S = 1.0
-"""Interval in seconds at which the decoding thread is checked."""
-PROBE_S = 20.0
-"""Time limit in seconds of a probe."""
 
 
 class BuiltinEngine(EngineHost[BuiltinUpdates]):

@@ -23,6 +23,9 @@ from tidemill.actors.serving.builtin.kv_memory import DecodeAttention, DecodePla
 from tidemill.actors.serving.builtin.lora import Adapter, AdapterRows
 from tidemill.actors.serving.builtin.weights import Weights
 
+FIRST_ANGLES = 128
+"""Positions with angles at first; doubled as needed."""
+
 
 class TokenMemory(Protocol):
     """Memory of the tokens of all rows, in blocks."""
@@ -83,10 +86,6 @@ class ModelRunner(Protocol):
 
     def clear(self, *, free: bool) -> None:
         """Drop all keys and values; with ``free``, their memory too."""
-
-
-FIRST_ANGLES = 128
-"""Positions with angles at first; doubled as needed."""
 
 
 class DecoderRunner:

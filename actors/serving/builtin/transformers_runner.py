@@ -42,6 +42,11 @@ from tidemill.rewards.model_text import EndTokens
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.store import snapshot_files
 
+SELF_TEST_TOKENS = (3, 9)
+"""Tokens of the rows of the self-test: with different lengths, so that one is padded."""
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Largest mean distance of log-probs in the self-test, in nats: rounding is far below, a wrong position above."""
+
 
 class TransformersWeights:
     """The tensors of one module (see ``WeightSet``)."""
@@ -207,12 +212,6 @@ def _shapes(model_dir: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 yield name, tuple(tensors.get_slice(name).get_shape())
-
-
-SELF_TEST_TOKENS = (3, 9)
-"""Tokens of the rows of the self-test: with different lengths, so that one is padded."""
-LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""Largest mean distance of log-probs in the self-test, in nats: rounding is far below, a wrong position above."""
 
 
 class TransformersRunner:

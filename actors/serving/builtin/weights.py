@@ -25,6 +25,10 @@ from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.store import snapshot_files
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ALIGNED_BYTES = 64
+"""Alignment of torch's tensors on the CPU: products of a tensor with another one may differ in their last bits."""
+
 
 class WeightSet(Protocol):
     """The tensors of one model; undefined until every tensor in ``named`` is filled and ``finalize`` was called."""
@@ -70,11 +74,6 @@ class WeightSet(Protocol):
 
     def place(self, bucket: Bucket) -> Tensor | None:
         """Return the memory of a bucket's tensors, flat uint8, if it has the layout of the bucket; else None."""
-
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-ALIGNED_BYTES = 64
-"""Alignment of torch's tensors on the CPU: products of a tensor with another one may differ in their last bits."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,6 +24,23 @@ from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.processes import Child
 from tidemill.rewards.model_text import EndTokens
 
+log = logging.getLogger(__name__)
+
+STOP_S = 10.0
+"""Seconds that the server has to end after SIGTERM."""
+RETURNS_EXPERTS = "enable_return_routed_experts"
+"""Argument for the experts of tokens; a server without it ignores ``return_routed_experts`` in silence."""
+OWN = ("model-path", "host", "port", "weight-version")
+"""Arguments that this module sets."""
+ENDED_S = 2.0
+"""Seconds after a failed call within which the end of the server counts as its cause."""
+INFO_S = 60.0
+"""Time limit in seconds of a request for the server's settings."""
+POLL_S = 2.0
+"""Seconds between two requests that show that the server answers."""
+KEY_PREFIX = "k"
+"""Prefix of keys: with it a key is text to YAML, and no option to a command line, whatever digits follow."""
+
 
 class Aborted(BadRequest):
     """A client aborted the request before it began (HTTP 499)."""
@@ -124,24 +141,6 @@ class Pauses:
             if isinstance(error.__cause__, BadRequest):  # otherwise the server may be paused all the same
                 self.since_s = before
             raise
-
-
-log = logging.getLogger(__name__)
-
-STOP_S = 10.0
-"""Seconds that the server has to end after SIGTERM."""
-RETURNS_EXPERTS = "enable_return_routed_experts"
-"""Argument for the experts of tokens; a server without it ignores ``return_routed_experts`` in silence."""
-OWN = ("model-path", "host", "port", "weight-version")
-"""Arguments that this module sets."""
-ENDED_S = 2.0
-"""Seconds after a failed call within which the end of the server counts as its cause."""
-INFO_S = 60.0
-"""Time limit in seconds of a request for the server's settings."""
-POLL_S = 2.0
-"""Seconds between two requests that show that the server answers."""
-KEY_PREFIX = "k"
-"""Prefix of keys: with it a key is text to YAML, and no option to a command line, whatever digits follow."""
 
 
 class ServerProcess:
