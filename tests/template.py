@@ -212,7 +212,7 @@ def _run(request: Request) -> Any:
     os.environ.update(request.environment)
     os.environ.pop(INHERITED, None)
     if request.parents:
-        _inherit_template()
+        inherit_template()
     _template.cache_clear()
     show_as(request.words)
     os.chdir(request.directory)
@@ -225,12 +225,12 @@ def _run(request: Request) -> Any:
 
 def fork_own() -> None:
     """Fork a template of this process, a child of it, while it has no threads; the environment does not name it."""
-    _inherit_template()
+    inherit_template()
     template()
     del os.environ[INHERITED]
 
 
-def _inherit_template() -> None:
+def inherit_template() -> None:
     """Fork this program's own template, a child of it, while it has no threads."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     owner = os.getpid()

@@ -17,6 +17,7 @@ from tests.feeder_kit import World
 from tests.integration.test_evaluation import plan
 from tests.integration.test_feeder import OpenWorld, check_history, finish, open_world
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.bus.wire.messages import Evaluated, Kind, Plan, Sample, Task
 from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.learner.buffer.ledger import read_state
@@ -135,7 +136,7 @@ class Scored:
     def wait(self, did: str, step: int) -> bool:
         """Act as ``stop`` of a rank that waits for the scores of every second version."""
         if did == "publish" and step in SCORES:
-            assert self._known[step].wait(60), step
+            assert self._known[step].wait(LIMIT_S), step
         return False
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.actor_kit import row_until
 from tests.feeder_kit import World
 from tests.integration.test_feeder import check_history, finish, open_world  # noqa: F401 - a fixture
+from tests.waits import LIMIT_S
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Settle
 from tidemill.learner.buffer.plans import is_filtered
@@ -127,7 +128,7 @@ async def test_a_filter_that_cannot_be_loaded_ends_the_start(open_world: OpenWor
         ):
             async with world.feeder(data=filtered_by({"f": use})) as (_, feeding):
                 with pytest.raises(error, match=words):
-                    async with asyncio.timeout(60):
+                    async with asyncio.timeout(LIMIT_S):
                         await feeding
 
 
