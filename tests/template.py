@@ -60,9 +60,14 @@ PRELOADED = [
     "tidemill.actors.actor.process",
     "tidemill.actors.serving.builtin.engine",
     "tidemill.actors.serving.engine_process",
+    "tidemill.learner.backends.fsdp.backend",
+    "tidemill.learner.backends.megatron.backend",
+    "encodings.idna",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.pyplot",
     "numpy.ma",
     "torch.utils.serialization",
-    "transformers.models.qwen3.configuration_qwen3",
+    "transformers.models.qwen3.modeling_qwen3",
     "uvloop",
 ]
 """Modules that the template imports when it starts: our programs, and the modules that they import on use."""

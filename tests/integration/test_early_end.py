@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.data_kit import sample
+from tests.examples import rarely
 from tests.feeder_kit import World
 from tests.integration.test_evaluation import plan
 from tests.integration.test_feeder import OpenWorld, check_history, finish, open_world
@@ -224,7 +225,7 @@ async def test_a_run_that_has_ended_goes_on_without_early_stop(open_world: OpenW
 CURRICULUM = DataConfig(skip_easy=1.0, skip_hard=0.0, skip_passes=2)
 
 
-@pytest.mark.parametrize("killed_at", [None, 4, 12, 17])
+@pytest.mark.parametrize("killed_at", [4, 17, *rarely([None, 12])])
 async def test_prompts_that_were_too_easy_or_too_hard_are_left_out_and_a_killed_learner_knows_them(
     open_world: OpenWorld, killed_at: int | None
 ) -> None:

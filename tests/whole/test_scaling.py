@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import pytest
+
 from tests import launched
 from tests.chaos.storm import drained_and_judged
 from tests.forked import Forked
@@ -79,6 +81,7 @@ async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
         assert not verdict.dropped, "whoever drained lost nothing"
 
 
+@pytest.mark.slow
 async def test_a_host_that_has_nothing_but_the_bus_runs_engine_and_actor(tmp_path: Path) -> None:
     """It has no configuration and no shared directory: settings come from the bus, the model from the learner."""
     with up(tmp_path, "up.engines=0", "up.actors=0", "learner.steps=12") as run:
