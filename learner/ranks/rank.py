@@ -25,6 +25,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.learner.algorithms.alarms import AlarmWatch, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective
+from tidemill.learner.backends.choice import backend_for
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.errors import AlarmStop
@@ -34,7 +35,6 @@ from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import StepFlops
-from tidemill.learner.ranks.backends import open_backend
 from tidemill.learner.ranks.checkpoints import Checkpoints
 from tidemill.learner.ranks.debugging import Meter, RankDebug, WaitClock, agreed
 from tidemill.learner.ranks.pushes import AllTheTime, Pushes, TurnByTurn
@@ -78,7 +78,7 @@ def _take_steps(
     debug: DebugConfig,
 ) -> None:
     with ExitStack() as stack:
-        backend = open_backend(learner, places.model_dir, megatron_checkpoint=places.megatron_checkpoint is not None)
+        backend = backend_for(learner, places.model_dir, megatron_checkpoint=places.megatron_checkpoint is not None)
         here, rank = _join(stack, backend, learner), None
 
         def collect(waits_for: str) -> None:

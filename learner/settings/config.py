@@ -23,8 +23,7 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.settings.backends import BACKENDS
 from tidemill.learner.settings.checkpoint_store import CheckpointConfig
 from tidemill.learner.settings.contradictions import refuse_contradictions
-from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
 
 ROLLOUT = "rollout"
 REPLAYS = ("none", "old", ROLLOUT)

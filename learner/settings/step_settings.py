@@ -20,7 +20,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 
 FORMER: Mapping[str, str] = {
     "vtrace_rho": "vtrace.rho",

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import LoraConfig
 from tidemill.weightstore.format.adapters import CONFIG, WEIGHTS
 from tidemill.weightstore.store.snapshot_files import ASIDE, rename_into_place
 

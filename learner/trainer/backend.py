@@ -27,8 +27,7 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
 from tidemill.learner.trainer.memory import Memory
 from tidemill.learner.trainer.optimizer import Optimizer
 
@@ -255,13 +254,17 @@ O = TypeVar("O", bound=Optimizer)
 
 
 class Backend(Protocol[P, O]):
-    """One way to train models, from the processes' point of view. Opened by ``open_backend`` of ``learner.ranks``."""
+    """One way to train models, from the processes' point of view. Opened by ``learner.backends.choice``."""
 
     def join(self, learner: LearnerConfig, *, device: torch.device, timeout_s: float) -> Parallel:
         """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises ValueError for another number."""
 
     def leave(self) -> None:
         """Destroy the process groups, without waiting for the other ranks."""
+
+    @property
+    def damaged(self) -> tuple[type[Exception], ...]:
+        """Errors of damaged checkpoints that its libraries have beside those of torch."""
 
     def open_policy(
         self,
@@ -317,6 +320,19 @@ class Backend(Protocol[P, O]):
 
     def load_weights(self, directory: Path, *, policy: P, optimizer: O) -> int:
         """Load the weights of a checkpoint alone; the optimizer has no state then. Returns its step. ConfigRefused."""
+
+    def read_model(
+        self, checkpoint: Path, model_dir: Path, parallel: Parallel, *, code_path: str = ""
+    ) -> tuple[P, int]:
+        """Return a model with the weights of a checkpoint, in one process on the CPU, and its step.
+
+        ``code_path``: of the user's bridge or family. Raises ConfigRefused for another model.
+        """
+
+    def write_checkpoint(
+        self, directory: Path, model_dir: Path, parallel: Parallel, *, dtype: str, code_path: str = ""
+    ) -> None:
+        """Write the weights of a model directory as a checkpoint without a manifest. Raises ConfigRefused, OSError."""
 
     def module_outputs(self, policy: P, prompts: Sequence[Sequence[int]], names: str) -> dict[str, NDArray[np.float32]]:
         """Return outputs of modules for single prompts, ``<prompt>.<module>`` -> [T, W], on rank 0."""

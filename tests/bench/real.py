@@ -20,7 +20,7 @@ from statistics import median
 from tests.bench.meter import metered
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.settings.schedule import learning_rate
+from tidemill.learner.settings.optimizer import learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "launch/configs/real.yaml"

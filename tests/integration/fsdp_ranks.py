@@ -16,7 +16,7 @@ from tests.integration.megatron_layouts import OPTIMIZER, STEPS, VOCAB, projecte
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.backends.fsdp.activations import module_outputs
+from tidemill.learner.backends.fsdp.backend import module_outputs
 from tidemill.learner.backends.fsdp.model import Place
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy

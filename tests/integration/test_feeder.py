@@ -58,7 +58,7 @@ from tidemill.learner.feed.outcomes import Outcomes
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, resume
 from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]

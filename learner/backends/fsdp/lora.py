@@ -9,7 +9,6 @@ layer, get no adapters.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,9 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.backends.fsdp.model import FsdpModel
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.settings.schedule import frozen_names
+from tidemill.learner.settings.optimizer import LoraConfig, Tuning, frozen_names
 from tidemill.weightstore.format.adapters import WEIGHTS, matrices_of, merged
 from tidemill.weightstore.format.checksums import sum64
 
@@ -52,21 +49,6 @@ class Adapted(torch.nn.Linear):
         """Return [..., out] for [..., in]."""
         inner = torch.nn.functional.linear(x, self.lora_A)
         return torch.add(super().forward(x), torch.nn.functional.linear(inner, self.lora_B), alpha=self.lora_scale)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """Settings about the weights that are trained."""
-
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    freeze: tuple[str, ...] = ()
-    seed: int = 0
-    """Seed of new adapters."""
-
-    @classmethod
-    def of(cls, learner: LearnerConfig) -> "Tuning":
-        """Return the learner's settings."""
-        return cls(lora=learner.lora, freeze=learner.optimizer.freeze, seed=learner.seed)
 
 
 def add_adapters(transformer: torch.nn.Module, *, config: LoraConfig) -> None:

@@ -21,8 +21,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tidemill.learner.backends.fsdp import weights
 from tidemill.learner.backends.fsdp.family import load_family
-from tidemill.learner.backends.fsdp.further import add_heads, further_states, heads_of, names_of_heads
-from tidemill.learner.backends.fsdp.opening import Transformer, build, read_config
+from tidemill.learner.backends.fsdp.opening import (
+    Transformer,
+    add_heads,
+    build,
+    further_states,
+    heads_of,
+    names_of_heads,
+    read_config,
+)
 from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.choices import FLASH_MULTIPLE, SDPA, choose_attention, this_site

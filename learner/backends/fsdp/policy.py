@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from tidemill.learner.backends.fsdp import weights
-from tidemill.learner.backends.fsdp.further import names_of_heads
-from tidemill.learner.backends.fsdp.lora import Adapters, Tuning, add_adapters, tuned
+from tidemill.learner.backends.fsdp.lora import Adapters, add_adapters, tuned
 from tidemill.learner.backends.fsdp.model import Changed, FsdpModel, Place, open_model, unchanged
+from tidemill.learner.backends.fsdp.opening import names_of_heads
 from tidemill.learner.backends.fsdp.replay import Replay
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.logprobs import log_probs_and_entropy
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import ROLLOUT
+from tidemill.learner.settings.optimizer import Tuning
 from tidemill.learner.trainer.backend import Finish, Head, Input, ModelInput, Result
 from tidemill.learner.trainer.exports import digest_of
 from tidemill.learner.trainer.kept_tensors import digest_of_kept

@@ -17,7 +17,6 @@ from tidemill.bus.system.functions import described
 from tidemill.learner.backends.megatron.bridges.families import open_bridge
 from tidemill.learner.backends.megatron.cpu_shim import megatron_device
 from tidemill.learner.backends.megatron.groups import Replicas
-from tidemill.learner.backends.megatron.initial_weights import load_initial
 from tidemill.learner.backends.megatron.layers.dense import ValueHead, is_embedding_too, output_weight
 from tidemill.learner.backends.megatron.layers.experts import Mixture
 from tidemill.learner.backends.megatron.layers.kernels import Wanted
@@ -25,7 +24,7 @@ from tidemill.learner.backends.megatron.layers.lora import MegatronAdapters
 from tidemill.learner.backends.megatron.optimizer_pieces import buffers_of
 from tidemill.learner.backends.megatron.routing import MegatronRouting
 from tidemill.learner.backends.megatron.schedule import Schedule
-from tidemill.learner.backends.megatron.tuning import Tuning, tune
+from tidemill.learner.backends.megatron.weights import Tuning, load_initial, tune
 from tidemill.learner.errors import ConfigRefused, LearnerError
 from tidemill.learner.kernels.choices import SDPA
 from tidemill.learner.layout.parallel import Parallel, of_all_stages
