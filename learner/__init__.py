@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from tidemill.learner.algorithms.aggregation import Denominators
     from tidemill.learner.algorithms.config import AlgorithmConfig
     from tidemill.learner.algorithms.policy_losses import PolicyLoss
-    from tidemill.learner.algorithms.ratios import log_ratio, sequence_means, spread
-    from tidemill.learner.algorithms.tokens import Tokens
+    from tidemill.learner.algorithms.tokens import Tokens, log_ratio, sequence_means, spread
     from tidemill.learner.backends.fsdp.family import Family, first_output
     from tidemill.learner.backends.megatron.bridges.local_layers import LocalLayers
     from tidemill.learner.debug.train_file import read_train

@@ -16,8 +16,7 @@ from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.evaluations import EvalPlan
 from tidemill.learner.feed.read_options import ReadOptions
 from tidemill.learner.prompts.prompt_file import PromptFile
-from tidemill.learner.settings.checkpoint_store import LOCAL
-from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
+from tidemill.learner.settings.config import LOCAL, ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.learner.settings.step_settings import record_of
 
 if TYPE_CHECKING:  # it loads zmq, which commands without a learner do not have

@@ -24,9 +24,9 @@ from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.trainer import kept_tensors
-from tidemill.learner.trainer.adapter_files import ADAPTER, write_adapter
+from tidemill.learner.trainer import exports
 from tidemill.learner.trainer.backend import AnyBackend, Policy, named_dtype
+from tidemill.learner.trainer.exports import ADAPTER, write_adapter
 from tidemill.weightstore.format.manifest import Manifest
 
 _ERRORS: tuple[type[BaseException], ...] = (
@@ -57,7 +57,7 @@ class Conversion:
         policy, step = self._read(checkpoint, model_dir)
         tensors = dict(policy.export())
         manifest = Manifest.of(tensors.items())
-        kept_tensors.write_model(out, tensors, version=-1, step=step, model_dir=model_dir, manifest=manifest)
+        exports.write_model(out, tensors, version=-1, step=step, model_dir=model_dir, manifest=manifest)
         if policy.adapters is not None:
             write_adapter(out / ADAPTER, dict(policy.export_adapters()), policy.adapters.config, model_dir)
         return step

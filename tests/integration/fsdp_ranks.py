@@ -23,7 +23,7 @@ from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup
-from tidemill.learner.trainer.kept_tensors import digest_of_kept
+from tidemill.learner.trainer.exports import digest_of_kept
 from tidemill.learner.trainer.rows import Row, rows_of
 from tidemill.learner.trainer.trainer import Trainer
 

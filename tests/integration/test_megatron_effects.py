@@ -16,7 +16,7 @@ from tidemill.learner.backends.megatron.bridges.families import Qwen3
 from tidemill.learner.backends.megatron.layers.kernels import Arguments, Wanted
 from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.megatron_arguments import TRIED, refusals
+from tidemill.learner.settings.backends import TRIED, refusals
 
 
 class Offloading(Qwen3):

@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from tidemill.learner.backends.fsdp.family import Family
-from tidemill.learner.kernels.attention import Pad, Unpad, attend_varlen, joined
 from tidemill.learner.kernels.choices import FLASH_HEAD_SIZE, FLASH_MULTIPLE, SDPA, varlen_operator
-from tidemill.learner.kernels.packed_rows import PackedRow, Piece
+from tidemill.learner.kernels.packed_rows import PackedRow, Pad, Piece, Unpad, attend_varlen, joined
 
 PACKED = "tidemill_packed"
 """Name of this attention among transformers' implementations."""

@@ -25,8 +25,7 @@ from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import ROLLOUT
 from tidemill.learner.settings.optimizer import Tuning
 from tidemill.learner.trainer.backend import Finish, Head, Input, ModelInput, Result
-from tidemill.learner.trainer.exports import digest_of
-from tidemill.learner.trainer.kept_tensors import digest_of_kept
+from tidemill.learner.trainer.exports import digest_of, digest_of_kept
 from tidemill.learner.trainer.memory import Memory
 
 NO_TUNING = Tuning()

@@ -330,7 +330,7 @@ def _config(model_dir: Path) -> Any:
         for name, value in in_older_keys(config.to_dict()).items():
             if name != SCALING:  # in transformers 5 another name of rope_parameters
                 setattr(config, name, value)
-        if hasattr(config, MTP_LAYERS):  # they stay in the files (trainer/kept_tensors.py)
+        if hasattr(config, MTP_LAYERS):  # they stay in the files (trainer/exports.py)
             setattr(config, MTP_LAYERS, 0)
         return config
     except ValueError as error:
