@@ -125,7 +125,10 @@ _FILE, _NAMES = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAM
 
 @functools.cache
 def language_models() -> frozenset[str]:
-    """Return the values of ``model_type`` that the installed transformers has a language model for, read from transformers' source; empty where it is not installed."""
+    """Return the values of ``model_type`` with a language model in the installed transformers, read from its source.
+
+    Empty where it is not installed.
+    """
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return frozenset()
