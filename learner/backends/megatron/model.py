@@ -14,7 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from tidemill.bus.system.functions import described
-from tidemill.learner.backends.megatron.bridges.families import open_bridge
+from tidemill.learner.backends.megatron.bridges import open_bridge
 from tidemill.learner.backends.megatron.cpu_shim import megatron_device
 from tidemill.learner.backends.megatron.groups import Replicas
 from tidemill.learner.backends.megatron.layers.dense import ValueHead, is_embedding_too, output_weight

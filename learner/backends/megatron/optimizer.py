@@ -24,9 +24,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
 from torch import Tensor
 
-from tidemill.learner.backends.megatron.bridges.local_layers import EXPERTS
 from tidemill.learner.backends.megatron.cpu_shim import megatron_device
 from tidemill.learner.backends.megatron.layers.lora import is_adapter
+from tidemill.learner.backends.megatron.local_layers import EXPERTS
 from tidemill.learner.backends.megatron.model import MegatronPolicy
 from tidemill.learner.backends.megatron.offload import OffloadedAdam
 from tidemill.learner.backends.megatron.optimizer_pieces import (
