@@ -1,9 +1,9 @@
 """Divergence from a reference policy, estimated at the sampled tokens, and the numbers that a run adapts from step to
 step: the coefficients that keep divergence and entropy at a target, and running baselines.
 
-The estimators are pure; T = tokens of a packed row, all [T]. ``x = log pi_theta - log pi_ref`` (nats) of the sampled token,
-clamped to +-20. Expectations are over a token given its prefix; the prefixes stay those of the data, with no gradient.
-grad is that of pi_theta.
+The estimators are pure; T = tokens of a packed row, all [T]. ``x = log pi_theta - log pi_ref`` (nats) of the sampled
+token, clamped to +-20. Expectations are over a token given its prefix; the prefixes stay those of the data, with no
+gradient. grad is that of pi_theta.
 
     estimator    value             mean under pi    mean gradient as a loss, pi     mean gradient corrected, mu
     k1           x                 KL(pi||ref)      0: no loss, for the reward      grad KL(pi||ref)
