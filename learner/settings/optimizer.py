@@ -142,6 +142,18 @@ def frozen_names(patterns: Iterable[str], names: Sequence[str]) -> set[str]:
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
 
 
+def is_frozen(patterns: Iterable[str], names: Sequence[str], where: str) -> bool:
+    """Return whether the patterns freeze the tensor that has these Hugging Face names ``where`` it is trained.
+
+    Raises ConfigRefused for patterns that name a part of it.
+    """
+    frozen = frozen_names(patterns, names)
+    if frozen and len(frozen) < len(names):
+        want = f"all or none of {', '.join(names)}, which are one tensor in {where}"
+        raise ConfigRefused("learner.optimizer.freeze", want, sorted(frozen))
+    return bool(frozen)
+
+
 def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
     """Return the patterns that are found in none of the names."""
     return [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]

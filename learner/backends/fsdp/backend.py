@@ -6,6 +6,7 @@ log.
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from tidemill.learner.settings.config import ROLLOUT, LearnerConfig
 from tidemill.learner.settings.optimizer import OptimizerConfig, Tuning
 from tidemill.learner.trainer.backend import DTYPES
 from tidemill.learner.trainer.checkpoint_facts import adapters_in, read_facts
-from tidemill.learner.trainer.memory import Memory, open_memory
+from tidemill.learner.trainer.memory import open_memory
 from tidemill.learner.trainer.module_outputs import Place, num_tokens, outputs_of
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,17 @@ def _places(policy: FsdpPolicy) -> Iterator[Place]:
             yield Place("norm", module)
 
 
+def _of_both(learner: LearnerConfig, dtype: str) -> dict[str, Any]:
+    """Return the arguments of ``build_policy`` that are the same for the policy and the critic."""
+    site = this_site(DTYPES[dtype], 0)
+    return {
+        "attention": learner.attention,
+        "recompute": learner.recompute != "none",
+        "fused": choose_own_kernels("learner.fused_log_probs", learner.fused_log_probs, site).kernel == "fused",
+        "family": learner.family,
+    }
+
+
 class FsdpBackend:
     """Every family of transformers, with weights, gradients and the optimizer's state divided over all ranks."""
 
@@ -104,55 +116,27 @@ class FsdpBackend:
         """Build the model, divided over all ranks."""
         if initial is not None:
             raise ConfigRefused("model.megatron_checkpoint", "none with learner.backend: fsdp", str(initial))
-        return self._build(
-            learner,
+        return build_policy(
             model_dir,
-            parallel,
             dtype=dtype,
+            parallel=parallel,
             memory=open_memory(colocated=learner.colocated, device=parallel.device),
             tuning=Tuning.of(learner),
             replays=learner.routing_replay != "none",
             given=learner.routing_replay == ROLLOUT,
             further=learner.mtp_loss_scaling_factor > 0,
+            **_of_both(learner, dtype),
         )
 
     def open_value_model(self, learner: LearnerConfig, policy: FsdpPolicy, model_dir: Path) -> FsdpPolicy:
         """Build the critic. Its routers choose anew in every pass."""
-        directory = Path(learner.critic.path) if learner.critic.path else model_dir
-        return self._build(
-            learner, directory, policy.parallel, dtype=policy.dtype, memory=policy.memory, value_head=True
-        )
-
-    def _build(
-        self,
-        learner: LearnerConfig,
-        model_dir: Path,
-        parallel: Parallel,
-        *,
-        dtype: str,
-        memory: Memory,
-        tuning: Tuning | None = None,
-        replays: bool = False,
-        given: bool = False,
-        value_head: bool = False,
-        further: bool = False,
-    ) -> FsdpPolicy:
-        site = this_site(DTYPES[dtype], 0)
-        kernel = choose_own_kernels("learner.fused_log_probs", learner.fused_log_probs, site)
         return build_policy(
-            model_dir,
-            dtype=dtype,
-            parallel=parallel,
-            memory=memory,
-            tuning=tuning or Tuning(),
-            attention=learner.attention,
-            recompute=learner.recompute != "none",
-            replays=replays,
-            given=given,
-            fused=kernel.kernel == "fused",
-            value_head=value_head,
-            further=further,
-            family=learner.family,
+            Path(learner.critic.path) if learner.critic.path else model_dir,
+            dtype=policy.dtype,
+            parallel=policy.parallel,
+            memory=policy.memory,
+            value_head=True,
+            **_of_both(learner, policy.dtype),
         )
 
     def open_optimizer(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.backends.fsdp.model import FsdpModel
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.optimizer import LoraConfig, Tuning, frozen_names
+from tidemill.learner.settings.optimizer import LoraConfig, Tuning, is_frozen
 from tidemill.weightstore.format.adapters import WEIGHTS, matrices_of, merged
 from tidemill.weightstore.format.checksums import sum64
 
@@ -75,12 +75,7 @@ def tuned(root: FsdpModel, tuning: Tuning) -> "Adapters | None":
         return Adapters(root, tuning.lora, seed=tuning.seed)
     parameters = dict(root.transformer.named_parameters())
     for name, parameter in parameters.items() if tuning.freeze else ():
-        names = root.file_names(name)
-        frozen = frozen_names(tuning.freeze, names)
-        if frozen and len(frozen) < len(names):
-            want = f"all or none of {', '.join(names)}, which are one tensor in the model"
-            raise ConfigRefused("learner.optimizer.freeze", want, sorted(frozen))
-        parameter.requires_grad_(not frozen)
+        parameter.requires_grad_(not is_frozen(tuning.freeze, root.file_names(name), "the model"))
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigRefused("learner.optimizer.freeze", "patterns that leave weights to train", list(tuning.freeze))
     return None

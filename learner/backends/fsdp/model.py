@@ -153,11 +153,6 @@ class FsdpModel(torch.nn.Module):
         self.weights_changed()  # else the root may have its whole weights in the places of the parts
         yield from ((name, weights.local(tensor)) for name, tensor in weights.named_weights(self.transformer))
 
-    def router_biases(self) -> list[Tensor]:
-        """Return the buffers that belong to a checkpoint: biases of routers, whole on every rank."""
-        stored = self.transformer.state_dict().keys()
-        return [buffer for name, buffer in self.transformer.named_buffers() if name in stored]
-
     def weights_changed(self) -> None:
         """Free the whole weights that a pass left on the root, so that the next pass gathers the parts again."""
         cast(FSDPModule, self).reshard()

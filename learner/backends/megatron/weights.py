@@ -22,7 +22,7 @@ from tidemill.learner.backends.megatron.layers.lora import MegatronAdapters, is_
 from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel, values_of_stages
-from tidemill.learner.settings.optimizer import Tuning, frozen_names
+from tidemill.learner.settings.optimizer import Tuning, is_frozen
 
 OTHER_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -171,14 +171,7 @@ def _freeze(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, pattern
             if parameter is None:
                 continue
             names = bridge._weight_name_mapping_mcore_to_hf(whole_name)
-            frozen = frozen_names(patterns, names)
-            if frozen and len(frozen) < len(names):
-                raise ConfigRefused(
-                    "learner.optimizer.freeze",
-                    f"all or none of {', '.join(names)}, which are one tensor in Megatron",
-                    sorted(frozen),
-                )
-            parameter.requires_grad_(not frozen)
+            parameter.requires_grad_(not is_frozen(patterns, names, "Megatron"))
     trains = values_of_stages(
         any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()), parallel
     )
