@@ -11,10 +11,10 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.sample_index import ReadOptions
 from tidemill.learner.data import DataConfig, FilterConfig, identity_of
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.evaluations import EvalPlan
-from tidemill.learner.feed.read_options import ReadOptions
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LOCAL, ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.learner.settings.step_settings import record_of
