@@ -82,7 +82,6 @@ _SEQS: msgspec.msgpack.Decoder[list[int]] = msgspec.msgpack.Decoder(list[int])
 
 
 def frame(message: object) -> bytes:
-    """Return the bytes of a message."""
     packed = msgspec.msgpack.encode(message, enc_hook=_text)
     return _LENGTH.pack(len(packed)) + packed
 

@@ -67,7 +67,6 @@ class CheckpointConfig:
 
 
 def protocol_of(url: str) -> str:
-    """Return the protocol of a URL."""
     return url.partition("://")[0]
 
 

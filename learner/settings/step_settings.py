@@ -129,7 +129,6 @@ class StepSettings:
 
     @classmethod
     def read(cls, record: JsonMapping) -> "StepSettings":
-        """Return the settings of a record."""
         values = {field.name: record["learner"][field.name] for field in dataclasses.fields(cls)}
         values["algorithm"] = with_sections(values["algorithm"])
         return typing.cast(StepSettings, section.read(cls, values, "learner"))

@@ -355,19 +355,16 @@ class ReplayModes:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the experts of every row that passes inside the context; given ones are taken instead."""
         with self._in("replay" if self._given else "record"):
             yield
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Send tokens to their given experts inside the context; without given ones the routers choose."""
         with self._in("replay" if self._given else ""):
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Send tokens to their experts inside the context; rows without any, and tokens without known ones, choose."""
         with self._in("replay"):
             yield
 

@@ -65,7 +65,6 @@ class FsdpPolicy:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary, as the model's files have it."""
         return int(self.root.config.vocab_size)
 
     @property
@@ -75,12 +74,10 @@ class FsdpPolicy:
 
     @property
     def begins_apart(self) -> bool:
-        """True if the weights of a new run differ from those of the model directory."""
         return self.adapters is not None and self.adapters.loaded
 
     @property
     def obstacle(self) -> str:
-        """Why prompts that samples share cannot be computed once; empty = they can."""
         if self.replays:
             return "the experts of each copy of a token are replayed"
         if self.root.num_further:
@@ -109,7 +106,6 @@ class FsdpPolicy:
         self.root.load(directory, further=False)
 
     def load_initial(self) -> None:
-        """Load the weights again that a new run begins with, before its adapters."""
         self.root.load(self.model_dir)
 
     # ---- passes
@@ -185,7 +181,6 @@ class FsdpPolicy:
         yield from self.adapters.export()
 
     def help_export_adapters(self) -> None:
-        """Take part in the collectives in which rank 0 exports the adapters, if there are any."""
         for _ in self.adapters.export() if self.adapters is not None else ():
             pass
 

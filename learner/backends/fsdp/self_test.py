@@ -44,7 +44,6 @@ class Head(NamedTuple):
     """0 = there is no cap."""
 
     def logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-        """Return the logits, [T, V]."""
         logits_TV = hidden_TH @ weight_VH.t() * self.scale
         return self.cap * torch.tanh(logits_TV / self.cap) if self.cap else logits_TV
 

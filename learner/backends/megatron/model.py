@@ -154,7 +154,6 @@ class MegatronPolicy:
 
     @property
     def obstacle(self) -> str:
-        """Why prompts that samples share cannot be computed once; empty = they can."""
         if self.parallel.cp_size > 1:
             return "context parallelism divides the tokens of a row over ranks"
         if self.bridge.kernels.attention != SDPA:
@@ -175,7 +174,6 @@ class MegatronPolicy:
 
     @property
     def begins_apart(self) -> bool:
-        """True if the weights of a new run differ from those of the model directory."""
         return self.megatron_checkpoint is not None or (self.adapters is not None and self.adapters.loaded)
 
     def gather(self) -> None:
@@ -219,7 +217,6 @@ class MegatronPolicy:
         yield from of_all_stages(self.adapters.export(), self.parallel)
 
     def help_export_adapters(self) -> None:
-        """Take part in the collectives in which rank 0 exports the adapters, if there are any."""
         if self.adapters is None or not self.parallel.exports:
             return
         # The stages broadcast among the ranks that have the whole matrices, one of each tensor-parallel group.
