@@ -12,9 +12,9 @@ from torch import Tensor
 from tidemill.learner.algorithms.choices import RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.gae_vtrace import with_token_advantages
-from tidemill.learner.algorithms.kl import Adaptive
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.algorithms.tokens import Tokens, sequence_sums
+from tidemill.learner.trainer.adaptive import Adaptive
 from tidemill.learner.trainer.critic import Critic
 from tidemill.learner.trainer.passes import Passes
 from tidemill.learner.trainer.rows import Row, Step

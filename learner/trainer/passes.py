@@ -20,13 +20,13 @@ from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.aggregation import Denominators, Supervised
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.diagnostics import Sums
-from tidemill.learner.algorithms.kl import Adaptive
 from tidemill.learner.algorithms.objective import Coupled, Objective, sequence_weight_sums
 from tidemill.learner.algorithms.tokens import Tokens, log_ratio
 from tidemill.learner.debug import collector
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector
 from tidemill.learner.kernels.logprobs import listed_log_probs, log_probs_and_entropy, logits_at, most_probable
 from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensors_of_last_stage
+from tidemill.learner.trainer.adaptive import Adaptive
 from tidemill.learner.trainer.backend import Policy
 from tidemill.learner.trainer.rows import Row
 from tidemill.learner.trainer.step_metrics import ValueRecord

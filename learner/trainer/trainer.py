@@ -21,7 +21,6 @@ from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.aggregation import Supervised
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.correction import rate_factor
-from tidemill.learner.algorithms.kl import Adaptive
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch, without_truncated
 from tidemill.learner.batch.repacking import any_common, packings, repacked
@@ -31,6 +30,7 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.config import HooksConfig, RecordConfig
 from tidemill.learner.settings.step_settings import StepSettings
 from tidemill.learner.trainer import step_metrics
+from tidemill.learner.trainer.adaptive import Adaptive
 from tidemill.learner.trainer.advantages import Advantages
 from tidemill.learner.trainer.backend import Policy
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, OtherWeights
