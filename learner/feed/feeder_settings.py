@@ -18,6 +18,7 @@ from tidemill.learner.evaluation.evaluations import EvalPlan
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LOCAL, ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.learner.settings.step_settings import record_of
+from tidemill.weightstore.config import WeightsConfig
 
 if TYPE_CHECKING:  # it loads zmq, which commands without a learner do not have
     from tidemill.learner.feed.feed_keys import FeedKeys
@@ -68,6 +69,18 @@ class RankPlaces:
     """Snapshots of versions are kept here."""
     final_dir: Path
     """The trained model is written here, in Hugging Face format, after the last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """The sections of the run that a rank reads, and its places."""
+
+    places: RankPlaces
+    learner: LearnerConfig
+    staleness: StalenessConfig
+    weights: WeightsConfig
+    bus: BusConfig
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
 
 _OF_THE_LEARNER = (
