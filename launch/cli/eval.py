@@ -44,9 +44,9 @@ from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.hub_names import DATASET, MODEL, parse
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import config_file, recorded
+from tidemill.learner.buffer.failures import UNTRAINED_SHARE, FailingTasks
 from tidemill.learner.evaluation.evaluations import EvalPlan, Evaluations
 from tidemill.learner.evaluation.rounds import MARK
-from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
