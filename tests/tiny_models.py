@@ -193,10 +193,14 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **ch
 
 
 def named_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters of a model by the names in its files, without the alias of a tied embedding."""
+    """Return the tensors of a model by the names in its files, without the alias of a tied embedding: parameters, and
+    the buffers that files have (biases of routers).
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return list(revert_weight_conversion(model, dict(model.named_parameters())).items())
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return list(revert_weight_conversion(model, dict(model.named_parameters()) | buffers).items())
 
 
 def write_tiny_model(
