@@ -337,7 +337,7 @@ to 0.5.22 but for some ``.post``, four before. Its name is in an ``EntryClass`` 
 """
 ON_CPU = (
     *("llama", "qwen3", "qwen3, tied", "qwen3_moe", "glm4", "gemma3"),
-    *("granite", "ministral3", "mixtral", "olmo2", "phi3", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "kimi_linear"),
+    *("granite", "ministral3", "mixtral", "olmo2", "phi3", "glm4_moe"),
 )
 """Families whose exports and pushes are tried with SGLang on a CPU, without its kernels."""
 HEADER = (

@@ -212,6 +212,18 @@ def write_tiny_model(
     return directory
 
 
+def as_released(directory: Path) -> dict[str, torch.Tensor]:
+    """Give the dense layers of a kimi_linear the names of its releases: transformers writes ``block_sparse_moe`` for
+    them, too. Returns the tensors.
+    """
+    file, wrong, right = directory / "model.safetensors", "layers.0.block_sparse_moe.", "layers.0.mlp."
+    tensors = load_file(file)
+    assert any(wrong in name for name in tensors)
+    tensors = {name.replace(wrong, right): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return tensors
+
+
 def as_transformers_4(directory: Path, into: Path) -> Path:
     """Copy a model directory, with config.json as transformers 4 wrote it; return the copy."""
     shutil.copytree(directory, into)

@@ -34,10 +34,10 @@ class Module:
                 self.defined[node.name] = node
             elif isinstance(node, ast.Assign):
                 self.defined |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-                origin = str(node.module).removeprefix(PACKAGE)
-                self.imported |= {alias.asname or alias.name: (origin, alias.name) for alias in node.names}
+        for part in ast.walk(tree):
+            if isinstance(part, ast.ImportFrom) and (part.module or "").startswith(PACKAGE):
+                origin = str(part.module).removeprefix(PACKAGE)
+                self.imported |= {alias.asname or alias.name: (origin, alias.name) for alias in part.names}
 
 
 def sets_window(node: ast.AST) -> bool:
