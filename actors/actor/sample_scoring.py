@@ -16,8 +16,7 @@ from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.messages import Kind, Sample, Status, Task, Timings
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
-from tidemill.rewards.part_settings import fits
-from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.port import RewardRequest, Scorer, fits
 from tidemill.rewards.scorers import GroupScorer
 
 logger = logging.getLogger(__name__)

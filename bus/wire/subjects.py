@@ -23,7 +23,7 @@ BEST_KEY = "best"  # Row of the bucket ``run``: the best version by ``eval.best`
 SETTINGS_KEY = "settings"
 # Row of the bucket ``wanted`` with the autoscaler that decides: of three parts, so that its renewals wake no host
 AUTOSCALE_KEY = "autoscale.of.all"
-REFUSED_KEY = "refused"  # Rows ``refused.<actor>`` of the bucket ``run``: ``tidemill.learner.buffer.senders.Refusal``
+REFUSED_KEY = "refused"  # Rows ``refused.<actor>`` of the bucket ``run``: ``tidemill.learner.buffer.failures.Refusal``
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"

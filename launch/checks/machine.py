@@ -31,7 +31,7 @@ from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfi
 from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package
 from tidemill.learner.errors import StoreFailed
-from tidemill.learner.settings.checkpoint_store import MOST_PENDING, OF_THIS_MACHINE, protocol_of
+from tidemill.learner.settings.config import MOST_PENDING, OF_THIS_MACHINE, protocol_of
 
 MORE_FOR_BEST = 3  # Checkpoints that `eval.best` keeps: the best, that of the version under evaluation and the next
 MODEL_BYTES = 4  # Bytes on disk per parameter of a model, float32

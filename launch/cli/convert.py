@@ -18,10 +18,10 @@ from tidemill.launch.checks.resume import began_with
 from tidemill.launch.cli.inputs import read_secrets
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.learner.backends.choice import choose_backend
 from tidemill.learner.checkpoints.disk import TORCH_DIST, has_weights
 from tidemill.learner.checkpoints.torch_dist import TRACKER, find
 from tidemill.learner.errors import LearnerError
-from tidemill.learner.layout.backends import choose_backend
 from tidemill.learner.settings.backends import BACKENDS, FSDP
 from tidemill.learner.settings.config import LearnerConfig
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE
 from tidemill.learner.settings.config import RECOMPUTE
-from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import LoraConfig
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tidemill.launch.devices.activations import FLOAT32
 from tidemill.launch.devices.shapes import Shapes, is_whole, stages_of
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.schedule import MUON
+from tidemill.learner.settings.optimizer import MUON
 
 ADAM, SGD = "adam", "sgd"
 VALUE_HEAD = "lm_head.value"  # Name of a critic's value head here: in the last stage, where the output projection is

@@ -23,8 +23,8 @@ from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
+from tidemill.learner.buffer.failures import UNTRAINED_SHARE, FailingTasks
 from tidemill.learner.evaluation.evaluations import EvalPlan, Evaluations
-from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)

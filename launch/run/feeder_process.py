@@ -162,7 +162,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:
     """Run one rank of a learner in this process (blocking). Returns its exit code. ``progress``: of ``RankPlaces``."""
     from tidemill.learner.feed.feed_client import SILENCE_S
-    from tidemill.learner.feed.feeder_settings import RankPlaces
+    from tidemill.learner.feed.feeder_settings import RankPlaces, RankSettings
 
     places = RankPlaces(
         run=config.run,
@@ -186,12 +186,14 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
     with importing():
         from tidemill.learner.ranks import rank
     return rank.main(
-        places,
-        learner=config.learner,
-        staleness=config.staleness,
-        weights=config.weights,
-        bus=config.bus,
-        debug=config.debug,
+        RankSettings(
+            places=places,
+            learner=config.learner,
+            staleness=config.staleness,
+            weights=config.weights,
+            bus=config.bus,
+            debug=config.debug,
+        )
     )
 
 

@@ -34,12 +34,11 @@ from tidemill.learner.backends.megatron.offload import OffloadedAdam
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.backends.megatron.optimizer_pieces import whole_pieces
 from tidemill.learner.backends.megatron.state import stage
-from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.checkpoints.staged_files import HostCopies
 from tidemill.learner.kernels.packed_rows import packed_row
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import RECOMPUTE, OptimizerConfig
-from tidemill.learner.settings.lora import TARGETS, LoraConfig
+from tidemill.learner.settings.optimizer import TARGETS, LoraConfig, Tuning
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup, initial_weights
 
 SIZES = {

@@ -21,8 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from tidemill.bus.system.functions import described
-from tidemill.learner.backends.fsdp.further import with_heads
-from tidemill.learner.backends.fsdp.opening import encoding_of, plain_config
+from tidemill.learner.backends.fsdp.opening import encoding_of, plain_config, with_heads
 from tidemill.learner.checkpoints.decoding import decoded_files
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.model_files import beside_text_in, stored_in

@@ -1,4 +1,5 @@
-"""Initial weights of a model: from its Hugging Face directory, or from a checkpoint of Megatron's own training.
+"""The weights of a model: initial ones from its Hugging Face directory or from a checkpoint of Megatron's own training,
+and the choice of those that are trained.
 
 Megatron's checkpoint may be of any layout: tensors are found by their names and global shapes.
 """
@@ -12,12 +13,16 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.backends.megatron.cpu_shim import plain_torch
-from tidemill.learner.backends.megatron.layers.lora import is_adapter
+from tidemill.learner.backends.megatron.layers.dense import freeze_linears
+from tidemill.learner.backends.megatron.layers.lora import MegatronAdapters, is_adapter
 from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.parallel import Parallel, values_of_stages
+from tidemill.learner.settings.optimizer import Tuning, is_frozen
 
 OTHER_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -129,3 +134,51 @@ def _tensors(model: JsonMapping) -> Iterator[ShardedTensor]:
     for entry in model.values():
         parts = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
         yield from (part for part in parts if isinstance(part, ShardedTensor))
+
+
+def tune(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, tuning: Tuning) -> MegatronAdapters | None:
+    """Freeze weights and add adapters, before the chunks are wrapped for data parallelism. Returns the adapters. Raises
+    ConfigRefused.
+    """
+    adapters = None
+    if tuning.lora.rank:
+        adapters = MegatronAdapters(chunks, bridge, parallel, tuning.lora, seed=tuning.seed)
+    elif tuning.freeze:
+        _freeze(chunks, bridge, parallel, tuning.freeze)
+    for chunk in chunks:
+        if not tuning.trains:
+            chunk.requires_grad_(False)
+        freeze_linears(chunk)
+        needed = chunk.config.recompute_granularity or len(chunks) > 1
+        embedding = getattr(chunk, "embedding", None) if needed else None
+        if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
+            # A recomputed layer that gets an input without gradient returns an output that has none, and nothing in it
+            # would be trained. Of several chunks one may have nothing to train, and Megatron's schedule goes back
+            # through it. Elsewhere the backward pass ends at the lowest weight that is trained.
+            embedding.register_forward_hook(_with_gradient)
+    return adapters
+
+
+def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_(True)
+
+
+def _freeze(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, patterns: tuple[str, ...]) -> None:
+    """Freeze the parameters of which the patterns name every part."""
+    for chunk in chunks:
+        for name, whole_name in bridge.names(chunk):
+            parameter = dict(chunk.named_parameters()).get(name)
+            if parameter is None:
+                continue
+            names = bridge._weight_name_mapping_mcore_to_hf(whole_name)
+            parameter.requires_grad_(not is_frozen(patterns, names, "Megatron"))
+    trains = values_of_stages(
+        any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()), parallel
+    )
+    if not any(trains):
+        raise ConfigRefused("learner.optimizer.freeze", "patterns that leave weights to train", list(patterns))
+    if not all(trains):
+        want = "patterns that leave weights to train in every stage, or a lower learner.pipeline_parallel"
+        raise ConfigRefused(
+            "learner.optimizer.freeze", want, f"{list(patterns)}, which leave none in stage {trains.index(False)}"
+        )

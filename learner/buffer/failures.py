@@ -1,22 +1,25 @@
-"""Refusal of actors that send only invalid samples.
+"""Failures that should not go on unseen: actors that send only invalid samples, and tasks that fail one after another.
 
 An actor that sends ``INVALID_IN_A_ROW`` invalid samples and no usable one between them is *refused*: it is named in the
 log and in the feeder's live row, and its row ``refused.<actor>`` in the bucket ``run`` requests it to end. Whether a
 sample is trained depends on the sample alone, so a refusal changes no plan, and one usable sample revokes it. While no
-usable sample arrives, tasks are issued slowly.
+usable sample arrives, tasks are issued slowly. A run in which no task succeeds ends.
 """
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.messages import Dead
 from tidemill.bus.wire.subjects import REFUSED_KEY, refused
 from tidemill.learner.buffer.ledger import count_of
 from tidemill.learner.buffer.sample_index import NO_TEACHER, SampleIndex, Unusable
+from tidemill.learner.errors import TasksFail
 
 log = logging.getLogger(__name__)
 
@@ -126,3 +129,41 @@ def describe_invalid(sample: SampleIndex | Unusable, reason: str) -> str:
 async def refused_before(bus: Bus) -> tuple[str, ...]:
     """Return the actors that an earlier start of the feeder has refused and that have sent no usable sample since."""
     return tuple(str(row.get("actor", "")) for row, _ in (await bus.rows("run").all(REFUSED_KEY)).values())
+
+
+UNTRAINED_SHARE = 0.1
+"""Share of ``learner.failing_s`` after which a run ends that has trained no step."""
+
+
+class FailingTasks:
+    """Training tasks that have died since the last complete group: where all of them fail, the run ends.
+
+    No part of the data's state: a restart begins to count anew.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._count, self._since_s = 0, 0.0
+        self.reason = ""
+        """Reason of the last task that died."""
+
+    def died(self, letter: Dead) -> None:
+        """Register a task that no actor tries again."""
+        self._since_s = self._since_s if self._count else self._clock()
+        self._count += 1
+        self.reason = " ".join(letter.reason.split())
+
+    def completed(self) -> None:
+        """Register a complete group: not every task fails."""
+        self._count = 0
+
+    @property
+    def trouble(self) -> str:
+        """Description for the live row; empty while a task may fail alone."""
+        return f"the last {self._count} tasks failed for good: {self.reason}" if self._count > 1 else ""
+
+    def refuse(self, limit: int, within_s: float) -> None:
+        """Raise TasksFail once ``limit`` tasks in a row have died over ``within_s`` seconds or more; 0 = never."""
+        seconds = self._clock() - self._since_s
+        if 0 < limit <= self._count and seconds >= within_s:
+            raise TasksFail(self._count, seconds, self.reason)

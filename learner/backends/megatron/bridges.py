@@ -30,11 +30,11 @@ from transformers import AutoConfig
 from tidemill.bus.system.functions import find_function
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.model_values import MTP_LAYERS, SCALING, in_older_keys
-from tidemill.learner.backends.megatron.bridges.local_layers import Experts, LocalLayers
 from tidemill.learner.backends.megatron.layers.attention import Group, PackedParams, PackedRotary
 from tidemill.learner.backends.megatron.layers.dense import NormedAttention, NormedMLP
 from tidemill.learner.backends.megatron.layers.experts import Mixture
 from tidemill.learner.backends.megatron.layers.kernels import Arguments, Wanted
+from tidemill.learner.backends.megatron.local_layers import Experts, LocalLayers
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import FAMILIES, refusals
@@ -312,7 +312,7 @@ def _own(path: str) -> type[LocalLayers]:
         isinstance(bridge_class, type) and issubclass(bridge_class, LocalLayers) and issubclass(bridge_class, LLMBridge)
     ):
         want = (
-            "a class with the bases LocalLayers (learner/backends/megatron/bridges/local_layers.py) and one of "
+            "a class with the bases LocalLayers (learner/backends/megatron/local_layers.py) and one of "
             "mbridge's bridges, in this order"
         )
         got = getattr(bridge_class, "__mro__", type(bridge_class).__name__)
@@ -330,7 +330,7 @@ def _config(model_dir: Path) -> Any:
         for name, value in in_older_keys(config.to_dict()).items():
             if name != SCALING:  # in transformers 5 another name of rope_parameters
                 setattr(config, name, value)
-        if hasattr(config, MTP_LAYERS):  # they stay in the files (trainer/kept_tensors.py)
+        if hasattr(config, MTP_LAYERS):  # they stay in the files (trainer/exports.py)
             setattr(config, MTP_LAYERS, 0)
         return config
     except ValueError as error:

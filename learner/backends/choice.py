@@ -1,6 +1,9 @@
-"""The choice of the backend that trains a model. Knows no torch."""
+"""The choice of the backend that trains a model. Loads no torch before a backend is opened."""
 
+import json
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.bus.wire.json_object import JsonMapping
@@ -9,6 +12,9 @@ from tidemill.learner.settings.backends import FSDP, MEGATRON, megatron_settings
 
 if TYPE_CHECKING:
     from tidemill.learner.settings.config import LearnerConfig
+    from tidemill.learner.trainer.backend import AnyBackend
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +45,22 @@ def choose_backend(
     if family in FAMILIES:
         return BackendChoice(kind=MEGATRON, reason=f"{family} is one of its families")
     return BackendChoice(kind=FSDP, reason=f"{family} is none of Megatron's families")
+
+
+def backend_for(learner: "LearnerConfig", model_dir: Path, *, megatron_checkpoint: bool = False) -> "AnyBackend":
+    """Return the backend for the model of a directory, and log the reason. Raises OSError."""
+    values = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    choice = choose_backend(learner, values, megatron_checkpoint=megatron_checkpoint)
+    log.info("backend=%s reason=%s", choice.kind, choice.reason)
+    return open_backend(choice.kind)
+
+
+def open_backend(kind: str) -> "AnyBackend":
+    """Return a backend. Its package is imported here, which takes seconds; Megatron's needs what the other does not."""
+    if kind == FSDP:
+        from tidemill.learner.backends.fsdp.backend import FsdpBackend
+
+        return FsdpBackend()
+    from tidemill.learner.backends.megatron.backend import MegatronBackend
+
+    return MegatronBackend()
