@@ -17,6 +17,7 @@ CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
 EPOCH_KEY = "epoch"  # Row of the bucket ``run``: ``{"epoch": n}``
 FLOOR_KEY = "task_floor"  # Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled
 END_KEY = "end"  # Row of the bucket ``run``: the end of the run, ``tidemill.bus.wire.rows.EndRow``
+NODE_KEY = "node"  # Rows ``node.<R>`` of the bucket ``run``: ``tidemill.bus.wire.rows.NodeRow``
 HISTORY_KEY = "history"  # Row of the bucket ``run``: ``tidemill.bus.wire.rows.HistoryRow``
 BEST_KEY = "best"  # Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint
 # Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``
