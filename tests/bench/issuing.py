@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     rounds: dict[str, list[Round]] = {name: [] for name in configs}
     with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory) / "bus", BusConfig()) as server:
         prompts = prompts_in(Path(directory))
-        for number in range(args.rounds):
+        for _ in range(args.rounds):
             for name, config in configs.items():
                 run = f"issue-{len(rounds[name])}-{'one' if config.tasks_per_s else 'many'}"
                 rounds[name].append(asyncio.run(issue(server, run, config, prompts, args.tasks, Path(directory))))

@@ -4,11 +4,11 @@ python -m tests.bench scaling [--rates 100,200,400] [--shards 1,2] [--seconds 20
 
 Measured: ``tests.bench.actors`` at each rate, with one stream and with several. A kind of process has a share of a core
 of ``base + cost * rate``, by least squares over its points. Simulated: queues of work in steps of a millisecond; groups
-arrive at random (Poisson), their task chooses the shard, and processes that have work share the cores. The feeder issues
-at most ``--tasks-per-s`` of them a second (``tests.bench.issuing``). The simulation
-is compared with every measured point; the same is then run at ``--target`` samples/s, with a core for each process, and
-a server for each shard's leader, and ``--ranks`` data-parallel ranks, which fetch and pack the samples of several
-streams themselves. The costs of hardware follow by the formulas printed.
+arrive at random (Poisson), their task chooses the shard, and processes that have work share the cores. The feeder
+issues at most ``--tasks-per-s`` tasks a second (``tests.bench.issuing``). The simulation is compared with every
+measured point; the same is then run at ``--target`` samples/s, with a core for each process, and a server for each
+shard's leader, and ``--ranks`` data-parallel ranks, which fetch and pack the samples of several streams themselves. The
+costs of hardware follow by the formulas printed.
 """
 
 import argparse
