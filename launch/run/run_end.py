@@ -181,8 +181,9 @@ class LearnerStart:
 
     async def _show(self) -> None:
         self._loop = asyncio.get_running_loop()
-        host, pid, config = socket.gethostname(), os.getpid(), self._config
-        row = LiveRow(role="learner", id=f"start-{host}-{pid}", host=host, pid=pid, phase="starting")
+        config = self._config
+        # One key for all starts, so that none that is killed leaves a row for ever; each writes its own row again.
+        row = LiveRow(role="learner", id="start", host=socket.gethostname(), pid=os.getpid(), phase="starting")
         async with connect(self._bus_url, config.run, config.bus, name="learner", wait_s=REFUSED_S) as bus:
             await current_epoch(bus)  # raises NotFound where there is no such run yet
             async with HeartbeatPublisher(bus, row) as heartbeat:
