@@ -859,7 +859,9 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
 
 
 async def test_dead_letters_beyond_the_quota_are_removed_oldest_first_and_counted(open_world: OpenWorld) -> None:
-    async with open_world(steps=3, samples_max_bytes=20_000_000, trained_max_bytes=1, quota_bytes=120_000_001) as world:
+    async with open_world(
+        steps=3, samples_max_bytes=20_000_000, trained_max_bytes=1_000_000, quota_bytes=121_000_000
+    ) as world:
         dead, share = world.bus.dead, record_bounds(world.config)["DEAD"]
         await dead.report(1, reason="r", actor="a", attempt="n")
         await dead.store(Dead(task=1, reason="r", attempts=3, actor="a", prompt="x" * (share * 9 // 10)))
