@@ -111,11 +111,12 @@ class FencedWriter(Generic[R]):
                 want = f"at most {self.max_bytes} bytes, as max_payload of the nats-server allows (raise it)"
                 raise WireError(subject, want, len(payload))
         async with self._lock:
-            # Each expects the one before it, so the server stores none behind one that it has not stored.
-            ready = [
-                (*message, self._headers(self._new_id(), after=self._last + number))
-                for number, message in enumerate(messages)
-            ]
+            ready: list[tuple[str, bytes, dict[str, str]]] = []
+            for number, (subject, payload) in enumerate(messages):
+                headers = self._headers(self._new_id(), after=self._last + number)
+                if ready:  # A foreign message may have the place of the one before it, which must not be left out.
+                    headers[subjects.EXPECTED_LAST_ID] = ready[-1][2][subjects.MESSAGE_ID]
+                ready.append((subject, payload, headers))
             acks = await self._jet.outbox.attempt_all(ready) if len(ready) > 1 else [None]
             seqs = []
             for (subject, payload, headers), ack in zip(ready, acks, strict=True):

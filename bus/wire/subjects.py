@@ -28,6 +28,7 @@ REFUSED_KEY = "refused"  # Rows ``refused.<actor>`` of the bucket ``run``: ``tid
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"
+EXPECTED_LAST_ID = "Nats-Expected-Last-Msg-Id"
 EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 EPOCH_HEADER = "Tm-Epoch"
 

@@ -60,7 +60,10 @@ async def wait_ended(bus: Bus) -> EndRow:
 
 async def _counts(bus: Bus, end: EndRow) -> bool:
     """Return whether the run has ended by a row, once that is certain; False for a row that is gone."""
-    while end.outcome is Outcome.FAILED and await bus.retry(lambda: learners(bus)):
+    while end.outcome is Outcome.FAILED:
+        others = await bus.retry(lambda: learners(bus))
+        if not others:
+            break
         if await _removed(bus, end, LOOK_EVERY_S):
             return False
     return True

@@ -70,7 +70,7 @@ class Admission:
         if self.exhausted or (drawn and self._pending_reissues):
             return None
         version, issue_step = self.head
-        epoch, offset = max(self._position, *((epoch, offset + 1) for epoch, offset in drawn[-1:]))
+        epoch, offset = max([self._position, *((epoch, offset + 1) for epoch, offset in drawn[-1:])])
         demand = TaskDemand(prompt_epoch=epoch, offset=offset, min_version=version, issue_step=issue_step)
         if not self._pending_reissues:
             return demand

@@ -71,7 +71,8 @@ class SyntheticRun:
     async def take_short_group(self) -> None:
         """Train one of two samples of a task that is dead; the other comes later."""
         self.task = await self.bus.tasks.issue(make_task(self.bus.run, epoch=1, group_size=2))
-        samples = [make_sample(self.bus.run, task=self.task, index=n, group_size=2, length=0) for n in range(2)]
+        shape = {"task": self.task, "group_size": 2, "length": 0, "tokens": ints(5, 6, 7)}
+        samples = [make_sample(self.bus.run, index=index, **shape) for index in range(2)]
         self.seq = await self.bus.samples.publish(samples[1])
         await self.bus.dead.store(make_dead(self.task))
         self.step += 1
