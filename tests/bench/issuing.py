@@ -21,7 +21,7 @@ from tests.bench.actors import GROUP_SIZE
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.system.coroutines import Waiter, beside
+from tidemill.bus.system.coroutines import Waiter, first_of
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feeder_settings import FeederPlaces, FeederSettings, ModelFacts
 from tidemill.learner.feed.issuing import Curriculum, TaskIssuer
@@ -99,16 +99,18 @@ async def issue(
         issuer = TaskIssuer(bus, settings, prompts, restored, Curriculum(settings.data))
         issued, source, process = Waiter(), restored.resumed.source, psutil.Process(server.pid)
 
-        async def until(count: int) -> tuple[float, float, float]:
-            while source.accounting().issued < count:
-                await issued.wait()
-            return time.monotonic(), time.process_time(), sum(process.cpu_times()[:2])
+        marks: list[tuple[int, float, float, float]] = []
 
-        async with beside(issuer.run(issued)):
-            before = await until(num_tasks // 10)
-            first = source.accounting().issued
-            after = await until(num_tasks)
-    wall_s, feeder_s, server_s = ((end - begin) / (num_tasks - first) for begin, end in zip(before, after, strict=True))
+        async def watch() -> None:
+            for count in (num_tasks // 10, num_tasks):
+                while source.accounting().issued < count:
+                    await issued.wait()
+                times = time.monotonic(), time.process_time(), sum(process.cpu_times()[:2])
+                marks.append((source.accounting().issued, *times))
+
+        await first_of(watch(), issuer.run(issued))
+    (first, *before), (last, *after) = marks
+    wall_s, feeder_s, server_s = ((end - begin) / (last - first) for begin, end in zip(before, after, strict=True))
     return Round(wall_s=wall_s, feeder_s=feeder_s, server_s=server_s)
 
 
