@@ -195,8 +195,9 @@ def trained(run: str, step: int | str = "*", rank: int | str = "*") -> str:
 
 
 def task_named(subject: str) -> int | None:
-    """Return the id of the task that a subject of PARTIALS or TURNS names; None when it names none."""
-    return natural(subject.split(".")[3])
+    """Return the id of the task that a subject of PARTIALS, TURNS or DEAD names; None when it names none."""
+    parts = subject.split(".")
+    return natural(parts[4 if parts[2] == "dead" else 3])
 
 
 def natural(text: str) -> int | None:

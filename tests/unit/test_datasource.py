@@ -100,7 +100,7 @@ def test_tasks_are_demanded_behind_prompts_that_are_drawn() -> None:
 
 
 def test_a_reissue_is_demanded_alone() -> None:
-    pond, old = at_step_three("mask")
+    pond, old = at_step_three("mask", over_sampling=4.0)
     assert pond.source.wanted([(0, 9)]) is not None
     pond.complete(old, (0, 5))
     pond.take_settle()
