@@ -25,6 +25,7 @@ from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelFacts, ModelShape
 from tidemill.actors.serving.builtin.weights import weight_files
 from tidemill.rewards.model_text import EndTokens
+from tidemill.weightstore.format.kept_names import kept_names
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.store import snapshot_files
 
@@ -35,12 +36,20 @@ class TransformersWeights:
     adapter_shape: ModelShape | None = None
 
     def __init__(
-        self, model: PreTrainedModel, *, unused: Mapping[str, tuple[int, ...]], order: Sequence[str] = ()
+        self,
+        model: PreTrainedModel,
+        *,
+        unused: Mapping[str, tuple[int, ...]],
+        kept: frozenset[str],
+        order: Sequence[str] = (),
     ) -> None:
-        """Raises UnsupportedModel for a model whose files are not made of views of its tensors."""
+        """``kept``: names that are not converted (``kept_names``). Raises UnsupportedModel for a model whose files are
+        not made of views of its tensors.
+        """
         self.model = model.requires_grad_(False).eval()
         self.dtype, self.device, self.order, self.unused = model.dtype, model.device, tuple(order), unused
-        self.named, self.aliases = _named(model)
+        self.kept = kept
+        self.named, self.aliases = _named(model, kept)
         self.writes = 0
         self._finalized = -1
 
@@ -64,7 +73,7 @@ class TransformersWeights:
 
     @property
     def empty_copy(self) -> "Callable[[Sequence[str]], TransformersWeights]":
-        return partial(_filled_in, _without_weights(self.model), self.device, self.unused)
+        return partial(_filled_in, _without_weights(self.model), self.device, self.unused, self.kept)
 
 
 class _Views(TorchFunctionMode):
@@ -74,11 +83,14 @@ class _Views(TorchFunctionMode):
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _named(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _named(model: PreTrainedModel, kept: frozenset[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return views of a module's tensors by the names in files, and the names of tied ones with their targets."""
     tensors, tied = model.state_dict(), model.all_tied_weights_keys or {}
     with _Views():
-        named = revert_weight_conversion(model, {name: tensors[name] for name in tensors if name not in tied})
+        named = {name: tensors[name] for name in tensors if name in kept}
+        named |= revert_weight_conversion(
+            model, {name: tensors[name] for name in tensors if name not in tied and name not in kept}
+        )
         aliases = {
             alias: target
             for key, origin in tied.items()
@@ -108,13 +120,17 @@ def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _filled_in(
-    skeleton: PreTrainedModel, device: torch.device, unused: Mapping[str, tuple[int, ...]], order: Sequence[str]
+    skeleton: PreTrainedModel,
+    device: torch.device,
+    unused: Mapping[str, tuple[int, ...]],
+    kept: frozenset[str],
+    order: Sequence[str],
 ) -> TransformersWeights:
     parameters = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
         for parameter in skeleton.parameters()
     }
-    return TransformersWeights(copy.deepcopy(skeleton, parameters), unused=unused, order=order)
+    return TransformersWeights(copy.deepcopy(skeleton, parameters), unused=unused, kept=kept, order=order)
 
 
 def model_options(model_dir: Path) -> tuple[PreTrainedConfig, dict[str, str]]:
@@ -181,9 +197,11 @@ def load_transformers_model(model_dir: Path, *, dtype: torch.dtype, device: torc
         raise UnsupportedModel(str(model_dir), f"transformers cannot load it: {error}") from error
     if missing := sorted(info["missing_keys"]):
         raise UpdateRefused(f"{model_dir}: {len(missing)} tensors are missing, among them {missing[0]}")
-    weights = TransformersWeights(model.to(device), unused={})
+    tensors, stored = model.state_dict(), dict(_shapes(model_dir))
+    kept = kept_names(tensors, stored, lambda name: revert_weight_conversion(model, {name: tensors[name].to("meta")}))
+    weights = TransformersWeights(model.to(device), unused={}, kept=kept)
     known = weights.with_alias()
-    weights.unused = {name: shape for name, shape in _shapes(model_dir) if name not in known}
+    weights.unused = {name: shape for name, shape in stored.items() if name not in known}
     weights.finalize()
     return weights
 

@@ -64,9 +64,9 @@ class SglangEngine(EngineHost[SglangUpdates]):
         except (OSError, ValueError, KeyError) as error:
             want = "want vocab_size, hidden_size and max_position_embeddings"
             raise UnsupportedModel(str(file), f"{want}: {error!r}") from error
-        if not self.config.sglang.url:
-            refuse_unserved(self.model_dir, config, self.config.sglang)
         self._read_limits(vocab_size, context, experts=self.routed is not None)
+        if not self.config.sglang.url:
+            refuse_unserved(file, config, self.config.sglang, self.limits.max_context)
         self._names = frozenset(tensor_names(self.model_dir))
 
     async def _open(self) -> Proxy:
