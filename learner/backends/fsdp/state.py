@@ -185,19 +185,6 @@ def _staged(directory: Path, content: Content, facts: JsonObject, copies: HostCo
     return staged
 
 
-def save(
-    directory: Path,
-    *,
-    step: int,
-    policy: FsdpPolicy,
-    optimizer: FsdpOptimizer,
-    others: OtherModels = NO_OTHER_MODELS,
-    numbers: Mapping[str, float] | None = None,
-) -> None:
-    """Write the state into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    write_staged(stage(directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers))
-
-
 def load(
     directory: Path,
     *,

@@ -139,19 +139,6 @@ def stage(
     return strategy.staged
 
 
-def save(
-    directory: Path,
-    *,
-    step: int,
-    policy: MegatronPolicy,
-    optimizer: MegatronOptimizer,
-    others: OtherModels = NO_OTHER_MODELS,
-    numbers: Mapping[str, float] | None = None,
-) -> None:
-    """Write the state into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    write_staged(stage(directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers))
-
-
 def load(
     directory: Path,
     *,
