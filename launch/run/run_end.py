@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from tidemill.bus import exit_codes
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable, NotFound
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, processes
+from tidemill.bus.liveness import HeartbeatPublisher, processes
 from tidemill.bus.streams.bus import Bus, connect, current_epoch
 from tidemill.bus.system.coroutines import beside, first_error
 from tidemill.bus.wire.json_object import JsonObject
