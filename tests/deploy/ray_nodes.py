@@ -1,6 +1,7 @@
 """A Ray cluster on this machine, of a node for each number of CPUs: PYTHON ray_nodes.py CPUS,CPUS,CPUS
 
-Prints its address, and ends with its standard input. Runs in Ray's environment, and imports nothing of ours.
+Prints its address. Each line of its standard input is the CPUs of a further node, and it ends with that input. Runs in
+Ray's environment, and imports nothing of ours.
 """
 
 import sys
@@ -16,7 +17,8 @@ def main(cpus: list[int]) -> int:
         for count in cpus[1:]:
             cluster.add_node(num_cpus=count, **SMALL)
         print(cluster.address, flush=True)
-        sys.stdin.read()
+        for line in sys.stdin:
+            cluster.add_node(num_cpus=int(line), wait=False, **SMALL)
     finally:
         cluster.shutdown()
     return 0
