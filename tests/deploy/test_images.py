@@ -15,7 +15,6 @@ from tests.deploy.containers import PROGRAMS, Container, Podman, rootless, why_n
 from tests.net.lab import Lab, why_not
 from tests.waits import LIMIT_S, poll
 
-pytestmark = pytest.mark.slow
 STEPS = 30
 BLOWS, SEED = 10, 7
 PORT = 4222
@@ -112,10 +111,12 @@ def site(podman: Podman, directory: Path, steps: int) -> Iterator[Site]:
                 container.remove()
 
 
+@pytest.mark.slow
 def test_four_containers_make_a_run(podman: Podman, tmp_path: Path) -> None:
     check_a_run(podman, tmp_path)
 
 
+@pytest.mark.slow
 def test_four_containers_of_an_ordinary_user_make_a_run(podman: Podman, tmp_path: Path) -> None:
     if why_not_rootless(USER):
         pytest.skip(why_not_rootless(USER))
@@ -134,6 +135,7 @@ def check_a_run(podman: Podman, directory: Path) -> None:
         place.end(started)
 
 
+@pytest.mark.slow
 def test_a_storm_over_containers_and_all_engines_lost_at_once(podman: Podman, tmp_path: Path) -> None:
     """The next blow comes a random number of steps after the one before."""
     chosen = random.Random(SEED)

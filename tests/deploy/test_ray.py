@@ -24,7 +24,6 @@ from tests.waits import LIMIT_S
 from tests.whole.prepared import made
 from tests.whole.running import SMOKE
 
-pytestmark = pytest.mark.slow
 STEPS = 40
 BLOWS, SEED = 10, 7
 
@@ -56,6 +55,7 @@ def check_accounting(run: RayRun, steps: int) -> None:
     assert summary["steps"] == steps
 
 
+@pytest.mark.slow
 def test_a_run_on_a_bus_with_users_survives_its_ray_actors(python: Path, tmp_path: Path) -> None:
     with ray_cluster(python, tmp_path, "2,1,2") as cluster:
         with started(cluster, tmp_path, f"learner.steps={STEPS}", "bus.auth=true") as run:
@@ -67,6 +67,7 @@ def test_a_run_on_a_bus_with_users_survives_its_ray_actors(python: Path, tmp_pat
         assert (run.directory / "auth/engine-0.env").exists()
 
 
+@pytest.mark.slow
 def test_sigterm_of_the_driver_ends_all_processes(python: Path, tmp_path: Path) -> None:
     with ray_cluster(python, tmp_path, "2,1,2") as cluster:
         with started(cluster, tmp_path, f"learner.steps={STEPS}", "bus.insecure=true") as run:
@@ -78,6 +79,7 @@ def test_sigterm_of_the_driver_ends_all_processes(python: Path, tmp_path: Path) 
                 child.wait(LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_storm_over_a_run_on_ray_and_all_engines_preempted_at_once(python: Path, tmp_path: Path) -> None:
     """Each worker has a node of its own. The next blow comes a random number of steps after the one before."""
     steps, chosen = 20 * BLOWS + 100, random.Random(SEED)
@@ -113,6 +115,7 @@ def seconds_of_steps(run: RayRun, count: int) -> float:
     return time.monotonic() - began_s
 
 
+@pytest.mark.slow
 def test_workers_of_ray_train_are_ranks_of_the_learner(python: Path, tmp_path: Path) -> None:
     """By the recipe of docs/launchers.md, on two nodes of two workers."""
     made(SMOKE)
