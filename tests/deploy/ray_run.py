@@ -26,8 +26,15 @@ class RayCluster:
 
     def boot(self, cpus: int) -> None:
         """Let a further node join."""
+        self._say("boot", cpus)
+
+    def lose(self, raylet: int) -> None:
+        """Kill everything of the node with a raylet of this process id."""
+        self._say("lose", raylet)
+
+    def _say(self, verb: str, number: int) -> None:
         assert self._nodes.stdin is not None
-        print(cpus, file=self._nodes.stdin, flush=True)
+        print(verb, number, file=self._nodes.stdin, flush=True)
 
 
 @contextmanager
@@ -56,7 +63,7 @@ class RayRun:
     """A running `tidemill ray` of the smoke run."""
 
     def __init__(self, cluster: RayCluster, directory: Path, *settings: str) -> None:
-        self.directory, self.log_file = directory / "run", directory / "ray.log"
+        self.directory, self.log_file, self._cluster = directory / "run", directory / "ray.log", cluster
         self._began_s = time.monotonic()
         words = ["ray", "smoke", "--address", cluster.address, "--program", PROGRAM]
         for setting in (f"directory={self.directory}", *settings):
@@ -96,11 +103,11 @@ class RayRun:
         return self._ended(name, child)
 
     def lose_node(self, name: str) -> psutil.Process:
-        """Kill the raylet of the node of a process: the node is gone, with all that runs there. Returns the process."""
+        """Let the node of a process vanish, with all that runs there. Returns the process."""
         child = self.child(name)
         raylet = _owner(child).parent()
         assert raylet is not None and "raylet" in raylet.name(), raylet
-        raylet.kill()
+        self._cluster.lose(raylet.pid)
         return self._ended(name, child)
 
     def _ended(self, name: str, child: psutil.Process) -> psutil.Process:
