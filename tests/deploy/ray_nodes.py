@@ -1,7 +1,7 @@
 """A Ray cluster on this machine, of a node for each number of CPUs: PYTHON ray_nodes.py CPUS,CPUS,CPUS
 
-Prints its address. Lines of its standard input: `boot CPUS`, a further node; `lose PID`, the node of this raylet is gone.
-It ends with that input. Runs in Ray's environment, and imports nothing of ours.
+Prints its address. Lines of its standard input: `boot CPUS`, a further node; `lose PID`, this raylet and its node
+vanish. It ends with that input. Runs in the environment of Ray, and imports nothing of ours.
 """
 
 import sys
