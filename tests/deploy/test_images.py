@@ -79,6 +79,13 @@ class Site:
     def until_step(self, step: int) -> None:
         poll(lambda: self.step() >= step, every_s=0.1, timeout_s=LIMIT_S)
 
+    def kill(self, *victims: Container) -> None:
+        """Kill containers, and start them again when all are dead."""
+        for container in victims:
+            container.kill()
+        for container in victims:
+            container.start_again()
+
     def seconds_of_steps(self, count: int) -> float:
         """Return the seconds in which the next steps are done."""
         began_s = time.monotonic()
@@ -130,31 +137,23 @@ def check_a_run(podman: Podman, directory: Path) -> None:
         started = place.run("engine-0", "actor-0")
         for step, victim in ((5, "engine-0"), (10, "actor-0"), (15, "learner")):
             place.until_step(step)
-            started[victim].kill()
-            started[victim].start_again()
+            place.kill(started[victim])
         place.end(started)
 
 
 @pytest.mark.slow
 def test_a_storm_over_containers_and_all_engines_lost_at_once(podman: Podman, tmp_path: Path) -> None:
-    """The next blow comes a random number of steps after the one before."""
+    """The next blow comes a random number of steps after the one before. At the end the learner is drained."""
     chosen = random.Random(SEED)
-    with site(podman, tmp_path, 20 * BLOWS + 100) as place:
+    with site(podman, tmp_path, 1_000_000) as place:
         started = place.run("engine-0", "engine-1", "actor-0", "actor-1")
         for _ in range(BLOWS):
             place.until_step(place.step() + chosen.randrange(5, 15))
-            victims = chosen.sample(sorted(started), chosen.choice((1, 1, 2)))
-            for victim in victims:
-                started[victim].kill()
-            for victim in victims:
-                started[victim].start_again()
+            place.kill(*(started[name] for name in chosen.sample(sorted(started), chosen.choice((1, 1, 2)))))
         before_s = place.seconds_of_steps(20)
-        engines = [container for name, container in started.items() if name.startswith("engine")]
-        for container in engines:
-            container.kill()
-        for container in engines:
-            container.start_again()
+        place.kill(started["engine-0"], started["engine-1"])
         back_s, after_s = place.seconds_of_steps(5), place.seconds_of_steps(20)
         print(f"20 steps in {before_s:.1f} s before, {after_s:.1f} s after; first 5 in {back_s:.1f} s", file=sys.stderr)
         assert after_s < 3 * before_s, (before_s, after_s)
+        assert started["learner"].stop() == 0, place.logs()
         place.end(started)

@@ -81,31 +81,44 @@ def test_sigterm_of_the_driver_ends_all_processes(python: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_storm_over_a_run_on_ray_and_all_engines_preempted_at_once(python: Path, tmp_path: Path) -> None:
-    """Each worker has a node of its own. The next blow comes a random number of steps after the one before."""
-    steps, chosen = 20 * BLOWS + 100, random.Random(SEED)
-    settings = (f"learner.steps={steps}", "bus.insecure=true", "up.engines=2", "up.restarts=100")
-    with ray_cluster(python, tmp_path, "2,1,1,1,1") as cluster, started(cluster, tmp_path, *settings) as run:
-        workers = ("engine-0", "engine-1", "actor-0", "actor-1")
-        for _ in range(BLOWS):
-            run.until_step(run.step() + chosen.randrange(5, 15))
-            blow = chosen.choice((run.kill, run.kill_owner, run.lose_node))
-            blow(chosen.choice(workers if blow == run.lose_node else ("bus", "learner", *workers)))
-            if blow == run.lose_node:
-                cluster.boot(1)
+    """Each worker has a node of its own. At the end the run is drained, and continued for its accounting."""
+    settings = ("bus.insecure=true", "up.engines=2", "up.restarts=100")
+    with ray_cluster(python, tmp_path, "2,1,1,1,1") as cluster:
+        with started(cluster, tmp_path, "learner.steps=1000000", *settings) as run:
+            storm(run, cluster)
+            before_s, back_s, after_s = all_engines_lost(run, cluster)
+            run.process.send_signal(signal.SIGTERM)
+            assert run.process.wait(LIMIT_S) == 0, run.logs()
+        assert after_s < 3 * before_s, (before_s, back_s, after_s)
+        last = run.step() + 20
+        with started(cluster, tmp_path, f"learner.steps={last}", *settings) as run:
+            check_accounting(run, last)
 
-        before_s = seconds_of_steps(run, 20)
-        engines = workers[:2]
-        for engine in engines:
-            run.lose_node(engine)
-        for _ in engines:
+
+def storm(run: RayRun, cluster: RayCluster) -> None:
+    """Kill processes, Ray actors and nodes, each blow a random number of steps after the one before."""
+    chosen, workers = random.Random(SEED), ("engine-0", "engine-1", "actor-0", "actor-1")
+    for _ in range(BLOWS):
+        run.until_step(run.step() + chosen.randrange(5, 15))
+        blow = chosen.choice((run.kill, run.kill_owner, run.lose_node))
+        blow(chosen.choice(workers if blow == run.lose_node else ("bus", "learner", *workers)))
+        if blow == run.lose_node:
             cluster.boot(1)
-        for engine in engines:
-            run.child(engine)
-        run.say("both engines were started again")
-        back_s, after_s = seconds_of_steps(run, 5), seconds_of_steps(run, 20)
-        run.say(f"20 steps in {before_s:.1f} s before and {after_s:.1f} s after; the first 5 in {back_s:.1f} s")
-        assert after_s < 3 * before_s, (before_s, after_s)
-        check_accounting(run, steps)
+
+
+def all_engines_lost(run: RayRun, cluster: RayCluster) -> tuple[float, float, float]:
+    """Lose the nodes of all engines. Returns the seconds of 20 steps before, of the first five after, of 20 after."""
+    engines, before_s = ("engine-0", "engine-1"), seconds_of_steps(run, 20)
+    for engine in engines:
+        run.lose_node(engine)
+    for _ in engines:
+        cluster.boot(1)
+    for engine in engines:
+        run.child(engine)
+    run.say("both engines were started again")
+    back_s, after_s = seconds_of_steps(run, 5), seconds_of_steps(run, 20)
+    run.say(f"20 steps in {before_s:.1f} s before and {after_s:.1f} s after; the first 5 in {back_s:.1f} s")
+    return before_s, back_s, after_s
 
 
 def seconds_of_steps(run: RayRun, count: int) -> float:
