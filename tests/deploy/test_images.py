@@ -150,10 +150,11 @@ def test_a_storm_over_containers_and_all_engines_lost_at_once(podman: Podman, tm
         for _ in range(BLOWS):
             place.until_step(place.step() + chosen.randrange(5, 15))
             place.kill(*(started[name] for name in chosen.sample(sorted(started), chosen.choice((1, 1, 2)))))
+        place.until_step(place.step() + 10)
         before_s = place.seconds_of_steps(20)
         place.kill(started["engine-0"], started["engine-1"])
-        back_s, after_s = place.seconds_of_steps(5), place.seconds_of_steps(20)
-        print(f"20 steps in {before_s:.1f} s before, {after_s:.1f} s after; first 5 in {back_s:.1f} s", file=sys.stderr)
-        assert after_s < 3 * before_s, (before_s, after_s)
+        after_s = [place.seconds_of_steps(20) for _ in range(5)]
+        print(f"20 steps took {before_s:.1f} s before, and after it {after_s} s", file=sys.stderr)
+        assert min(after_s) < 2 * before_s
         assert started["learner"].stop() == 0, place.logs()
         place.end(started)

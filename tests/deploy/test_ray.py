@@ -86,10 +86,9 @@ def test_a_storm_over_a_run_on_ray_and_all_engines_preempted_at_once(python: Pat
     with ray_cluster(python, tmp_path, "2,1,1,1,1") as cluster:
         with started(cluster, tmp_path, "learner.steps=1000000", *settings) as run:
             storm(run, cluster)
-            before_s, back_s, after_s = all_engines_lost(run, cluster)
+            lose_all_engines(run, cluster)
             run.process.send_signal(signal.SIGTERM)
             assert run.process.wait(LIMIT_S) == 0, run.logs()
-        assert after_s < 3 * before_s, (before_s, back_s, after_s)
         last = run.step() + 20
         with started(cluster, tmp_path, f"learner.steps={last}", *settings) as run:
             check_accounting(run, last)
@@ -106,8 +105,9 @@ def storm(run: RayRun, cluster: RayCluster) -> None:
             cluster.boot(1)
 
 
-def all_engines_lost(run: RayRun, cluster: RayCluster) -> tuple[float, float, float]:
-    """Lose the nodes of all engines. Returns the seconds of 20 steps before, of the first five after, of 20 after."""
+def lose_all_engines(run: RayRun, cluster: RayCluster) -> None:
+    """Lose the nodes of all engines, and wait until the steps are as fast as before."""
+    run.until_step(run.step() + 10)
     engines, before_s = ("engine-0", "engine-1"), seconds_of_steps(run, 20)
     for engine in engines:
         run.lose_node(engine)
@@ -116,9 +116,9 @@ def all_engines_lost(run: RayRun, cluster: RayCluster) -> tuple[float, float, fl
     for engine in engines:
         run.child(engine)
     run.say("both engines were started again")
-    back_s, after_s = seconds_of_steps(run, 5), seconds_of_steps(run, 20)
-    run.say(f"20 steps in {before_s:.1f} s before and {after_s:.1f} s after; the first 5 in {back_s:.1f} s")
-    return before_s, back_s, after_s
+    after_s = [seconds_of_steps(run, 20) for _ in range(5)]
+    run.say(f"20 steps took {before_s:.1f} s before, and after it {', '.join(f'{s:.1f}' for s in after_s)} s")
+    assert min(after_s) < 2 * before_s
 
 
 def seconds_of_steps(run: RayRun, count: int) -> float:
