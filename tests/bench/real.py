@@ -20,7 +20,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
 from tests.bench.digits import ALL, Costs
 from tests.bench.digits import run as run_costs
@@ -137,11 +137,17 @@ def held_out(model: Path) -> float:
 
 
 def report(ours: list[Side], theirs: list[Side]) -> None:
-    """Print medians over the seeds, and the ratios of the runs of each seed: their median and range."""
+    """Print medians over the seeds, the mean scores with their standard errors, and the ratios of the runs of each
+    seed: their median and range.
+    """
     print(f"{'median':<10}{'CPU s/step':>12}{'CPU s':>8}{'memory GB':>11}{'held-out':>10}")
     for name, runs in (("TRL", theirs), ("Tidemill", ours)):
         step, total, memory, score = (median(column) for column in zip(*map(figures, runs), strict=True))
         print(f"{name:<10}{step:>12.1f}{total:>8.0f}{memory:>11.2f}{score:>10.3f}")
+    for name, runs in (("TRL", theirs), ("Tidemill", ours)):
+        scores = [side.held_out for side in runs]
+        error = f"{stdev(scores) / len(scores) ** 0.5:.3f}" if len(scores) > 1 else "unknown of one seed"
+        print(f"held-out of {name}: mean {mean(scores):.3f}, standard error {error}")
     for place, name in enumerate(("CPU a step", "CPU with start", "memory", "held-out")):
         ratios = [figures(mine)[place] / figures(trl)[place] for mine, trl in zip(ours, theirs, strict=True)]
         print(f"RATIO Tidemill / TRL: {name} {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
