@@ -18,10 +18,8 @@ from tidemill.learner.backends.megatron.groups import Replicas
 from tidemill.learner.backends.megatron.layers.kernels import Wanted
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
-from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig, Tuning
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup, initial_weights
 from tidemill.learner.trainer.trainer import Trainer
 

@@ -29,21 +29,20 @@ from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tests.waits import until
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.main import main
 from tidemill.learner.backends.megatron import groups, state
-from tidemill.learner.backends.megatron.checkpoint_files import StagedSave
 from tidemill.learner.backends.megatron.cpu_shim import megatron_device
-from tidemill.learner.backends.megatron.initial_weights import OTHER_NAMES
 from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.backends.megatron.state import StagedSave
+from tidemill.learner.backends.megatron.weights import OTHER_NAMES
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
 
 
 @pytest.fixture(autouse=True)

@@ -46,14 +46,13 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.backends.megatron import groups, state
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
-from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.model_files import tensors_in
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import TARGETS, LoraConfig, adapter_refusals
-from tidemill.learner.trainer.adapter_files import write_adapter
+from tidemill.learner.settings.optimizer import TARGETS, LoraConfig, Tuning, adapter_refusals
 from tidemill.learner.trainer.backups import OtherWeights, initial_weights, reference_weights
+from tidemill.learner.trainer.exports import write_adapter
 from tidemill.learner.trainer.trainer import Trainer
 from tidemill.weightstore.format.adapters import CONFIG, WEIGHTS
 

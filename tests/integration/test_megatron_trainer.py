@@ -41,7 +41,7 @@ from tidemill.learner.layout import parallel
 from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.ranks.debugging import Meter, peak_tflops
 from tidemill.learner.settings.config import HooksConfig, OptimizerConfig
-from tidemill.learner.settings.schedule import learning_rate
+from tidemill.learner.settings.optimizer import learning_rate
 from tidemill.learner.trainer.backups import OtherModels, OtherWeights, WeightBackup, reference_weights
 from tidemill.learner.trainer.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.trainer.trainer import Trainer

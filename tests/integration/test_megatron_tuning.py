@@ -20,10 +20,9 @@ from tidemill.learner.backends.megatron.cpu_shim import megatron_device
 from tidemill.learner.backends.megatron.layers.kernels import Wanted
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
-from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig, Tuning
 from tidemill.learner.trainer.trainer import Trainer
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.1)

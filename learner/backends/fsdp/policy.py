@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from tidemill.learner.backends.fsdp import weights
-from tidemill.learner.backends.fsdp.further import names_of_heads
-from tidemill.learner.backends.fsdp.lora import Adapters, Tuning, add_adapters, tuned
+from tidemill.learner.backends.fsdp.lora import Adapters, add_adapters, tuned
 from tidemill.learner.backends.fsdp.model import Changed, FsdpModel, Place, open_model, unchanged
+from tidemill.learner.backends.fsdp.opening import names_of_heads
 from tidemill.learner.backends.fsdp.replay import Replay
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.logprobs import log_probs_and_entropy
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import ROLLOUT
+from tidemill.learner.settings.optimizer import Tuning
 from tidemill.learner.trainer.backend import Finish, Head, Input, ModelInput, Result
-from tidemill.learner.trainer.exports import digest_of
-from tidemill.learner.trainer.kept_tensors import digest_of_kept
+from tidemill.learner.trainer.exports import digest_of, digest_of_kept
 from tidemill.learner.trainer.memory import Memory
 
 NO_TUNING = Tuning()
@@ -65,7 +65,6 @@ class FsdpPolicy:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary, as the model's files have it."""
         return int(self.root.config.vocab_size)
 
     @property
@@ -75,12 +74,10 @@ class FsdpPolicy:
 
     @property
     def begins_apart(self) -> bool:
-        """True if the weights of a new run differ from those of the model directory."""
         return self.adapters is not None and self.adapters.loaded
 
     @property
     def obstacle(self) -> str:
-        """Why prompts that samples share cannot be computed once; empty = they can."""
         if self.replays:
             return "the experts of each copy of a token are replayed"
         if self.root.num_further:
@@ -109,7 +106,6 @@ class FsdpPolicy:
         self.root.load(directory, further=False)
 
     def load_initial(self) -> None:
-        """Load the weights again that a new run begins with, before its adapters."""
         self.root.load(self.model_dir)
 
     # ---- passes
@@ -185,7 +181,6 @@ class FsdpPolicy:
         yield from self.adapters.export()
 
     def help_export_adapters(self) -> None:
-        """Take part in the collectives in which rank 0 exports the adapters, if there are any."""
         for _ in self.adapters.export() if self.adapters is not None else ():
             pass
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.trainer.replay_modes import ReplayModes
+from tidemill.learner.trainer.backend import ReplayModes
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 
