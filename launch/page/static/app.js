@@ -1,7 +1,7 @@
 // The frame of the page: state of the run, tabs, keyboard, and events for the page that is open.
 
 import { clock, count, duration, link, parseLink } from "./format.js";
-import { button, el } from "./dom.js";
+import { button, el, failure } from "./dom.js";
 import { redrawAll } from "./canvas.js";
 import { openSource } from "./source.js";
 import { overviewPage } from "./overview.js";
@@ -113,6 +113,7 @@ class App {
       this.answers = this.lostSince = null;
       this.follow();
     } catch (problem) {
+      if (answers !== this.answers) return;
       this.lost(problem.message);
       setTimeout(() => this.reload(), RETRY_MS);
     }
@@ -207,8 +208,8 @@ class App {
         replace: (hash) => history.replaceState(null, "", hash),
       });
     } catch (problem) {
-      if (problem.status === undefined) throw problem;
-      opened = { root: el("p.badly", { role: "alert" }, problem.message) };
+      if (problem.status === undefined) console.error(problem); // a mistake of the page itself
+      opened = { root: failure(problem) };
     }
     if (turn !== this.turn) return; // another page was asked for meanwhile
     const same = this.shown === name;
