@@ -113,7 +113,7 @@ def test_events_of_the_time_before_a_connection_are_not_asked_for(address: str, 
         reader.page.goto("about:blank")
         held: list[Any] = []
         asked: list[str] = []
-        reader.page.route("**/events", held.append)
+        reader.page.route("**/events", lambda route: held.append(route))
         reader.page.on("request", lambda request: asked.append(urlsplit(request.url).path))
         reader.page.goto(f"{reader.base}#overview")
         reader.wait(f"() => {DRAWN} > 0")
