@@ -362,6 +362,7 @@ $(DOCS)/.ready: pyproject.toml
 	touch $@
 
 # sdist, wheel, SBOM (CycloneDX, of the wheel with its dependencies as they are pinned) and checksums, in dist/. The version is the tag's.
+# Before the checksums, the wheel trains two steps in an environment with nothing but what it asks for.
 .PHONY: release
 release: $(RELEASE)/.ready
 	rm -rf build dist $(RELEASE)/bare
@@ -369,6 +370,8 @@ release: $(RELEASE)/.ready
 	$(PYTHON) -m venv --without-pip $(RELEASE)/bare
 	$(RELEASE)/bin/python -m pip --python $(RELEASE)/bare/bin/python install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
 	$(RELEASE)/bin/python -m pip --python $(RELEASE)/bare/bin/python install --quiet --no-compile -c constraints.txt "$$(ls dist/*.whl)[all]"
+	rm -rf $(RELEASE)/tried && mkdir $(RELEASE)/tried
+	cd $(RELEASE)/tried && ../bare/bin/tidemill up digits --set learner.steps=2 --set learner.groups_per_step=4 --set up.require_reward=0
 	rm $(RELEASE)/bare/lib/python*/site-packages/tidemill-*.dist-info/direct_url.json  # a path of this machine
 	$(RELEASE)/bin/cyclonedx-py environment --output-reproducible --output-file dist/sbom.cdx.json $(RELEASE)/bare/bin/python
 	cd dist && sha256sum * > SHA256SUMS

@@ -15,16 +15,19 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from tests.bench.meter import MEMORY_EVERY_S, pss_bytes
 from tests.tree import ROOT
 
 LOOK_EVERY_S = 0.2
+CONFIG = "launch/configs/digits.yaml"
 SAMPLES_PER_STEP = 256
-"""Of ``launch/configs/digits.yaml``."""
+"""Of ``CONFIG``."""
 ALL = "all"
 
 
@@ -36,6 +39,8 @@ class Costs:
     """Until its first step was recorded."""
     total: dict[str, float] = field(default_factory=dict)
     """Until the last look at each process; ``all`` is exact."""
+    memory_gb: dict[str, float] = field(default_factory=dict)
+    """Largest proportional set sizes, by readings a second apart; empty = not read."""
 
 
 def role(process: psutil.Process) -> str:
@@ -48,18 +53,20 @@ def role(process: psutil.Process) -> str:
     return "up" if "up" in words[1:3] else Path(words[0]).name
 
 
-def run(directory: Path, steps: int) -> Costs:
-    """Run the main job of a checkout. Raises SystemExit with its last lines when it fails."""
+def run(directory: Path, config: str, settings: Sequence[str], *, with_memory: bool = False) -> Costs:
+    """Run a configuration with the ``.venv`` of a checkout. Raises SystemExit with its last lines when it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as run_directory, tempfile.TemporaryFile("w+") as log:
-        settings = (f"directory={run_directory}/run", f"learner.steps={steps}", "up.require_reward=0")
-        command = [str(directory / ".venv/bin/tidemill"), "up", "launch/configs/digits.yaml", "--fresh"]
-        command += [word for setting in settings for word in ("--set", setting)]
+        command = [str(directory / ".venv/bin/tidemill"), "up", config, "--fresh"]
+        command += [word for setting in (f"directory={run_directory}/run", *settings) for word in ("--set", setting)]
         child = subprocess.Popen(command, cwd=directory, env=environment, stdout=log, stderr=log)
-        costs, names, seen = Costs(), {}, {}
+        costs, names, seen, read_s = Costs(), {}, {}, 0.0
         while (ended := os.wait4(child.pid, os.WNOHANG))[0] == 0:
             look(psutil.Process(child.pid), names, seen)
+            if with_memory and time.monotonic() - read_s >= MEMORY_EVERY_S:
+                raise_peaks(costs.memory_gb, names)
+                read_s = time.monotonic()
             if not costs.start and has_line(Path(run_directory) / "run/metrics.jsonl"):
                 costs.start = by_role(names, seen)
             time.sleep(LOOK_EVERY_S)
@@ -69,6 +76,10 @@ def run(directory: Path, steps: int) -> Costs:
             log.seek(0)
             raise SystemExit(f"{directory}: want exit code 0, got {child.returncode}:\n{log.read()[-2000:]}")
     return costs
+
+
+def main_job(directory: Path, steps: int) -> Costs:
+    return run(directory, CONFIG, (f"learner.steps={steps}", "up.require_reward=0"))
 
 
 def look(parent: psutil.Process, names: dict[int, str], seen: dict[int, float]) -> None:
@@ -81,11 +92,17 @@ def look(parent: psutil.Process, names: dict[int, str], seen: dict[int, float]) 
         seen[process.pid] = times.user + times.system
 
 
+def raise_peaks(peaks: dict[str, float], names: dict[int, str]) -> None:
+    """Raise the largest memory of each role, and of all together, to that of its processes now."""
+    for name, gb in by_role(names, {pid: pss_bytes(pid) / 1e9 for pid in names}).items():
+        peaks[name] = max(peaks.get(name, 0.0), gb)
+
+
 def by_role(names: dict[int, str], seen: dict[int, float]) -> dict[str, float]:
-    """Return the CPU seconds by role, with the sum of all."""
+    """Return the numbers of processes by role, with the sum of all."""
     sums: defaultdict[str, float] = defaultdict(float)
-    for pid, cpu_s in seen.items():
-        sums[names[pid]] += cpu_s
+    for pid, number in seen.items():
+        sums[names[pid]] += number
     return {**sums, ALL: sum(sums.values())}
 
 
@@ -117,8 +134,8 @@ def main() -> None:
     for number in range(args.rounds):
         for directory in checkouts[:: 1 if number % 2 else -1]:
             if not number:
-                run(directory, 1)
-            runs[directory].append(run(directory, args.steps))
+                main_job(directory, 1)
+            runs[directory].append(main_job(directory, args.steps))
     tables = [medians(runs[directory], args.steps) for directory in checkouts]
     report(tables, args)
 

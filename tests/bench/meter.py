@@ -83,7 +83,7 @@ def metered(
                 if num_lines > (seen[-1].lines if seen else 0):
                     seen.append(Seen(lines=num_lines, wall_s=time.monotonic() - began_s, cpu_s=sum(map(_cpu_s, tree))))
                 if with_memory and time.monotonic() - read_s >= MEMORY_EVERY_S:
-                    peak_bytes = max(peak_bytes, sum(map(_pss_bytes, [tree[0], *_children(tree[0])])))
+                    peak_bytes = max(peak_bytes, sum(pss_bytes(each.pid) for each in [tree[0], *_children(tree[0])]))
                     read_s = time.monotonic()
                 time.sleep(LOOK_EVERY_S)
         finally:
@@ -119,9 +119,9 @@ def _cpu_s(process: psutil.Process) -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _pss_bytes(process: psutil.Process) -> int:
+def pss_bytes(pid: int) -> int:
     """Return the proportional set size of a process, in which a page of n processes counts 1/n; 0 when it is gone."""
     try:
-        return int(process.memory_full_info().pss)
+        return int(psutil.Process(pid).memory_full_info().pss)
     except psutil.Error:
         return 0

@@ -6,7 +6,12 @@ runs TRL, then Tidemill. ``CPU s/step``: user and system time of all processes f
 of the last. ``memory``: largest sum of the proportional set sizes (PSS) of all processes, each page counted once.
 ``held-out``: the final models by ``tidemill eval``, with the run's configuration.
 
-``--steps`` shortens both sides.
+``--max-lag 0``: Tidemill's samples are of the weights that they train, as TRL's are. ``--steps`` shortens both sides.
+
+``--against DIRECTORY``: another checkout with its ``.venv`` in TRL's place, such as 06d6f4dc, the commit of 2026-11-29
+before prompts, samples without a gradient and frozen weights were computed less often, and keys and values were in
+blocks. CPU and memory of each process, of the same run with the settings that both know (without the bonus below an
+entropy, scored by ``ifeval`` alone); ``--lora RANK``: of adapters.
 """
 
 import argparse
@@ -15,9 +20,12 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
+from tests.bench.digits import ALL, Costs
+from tests.bench.digits import run as run_costs
 from tests.bench.meter import metered
+from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.settings.schedule import learning_rate
@@ -25,6 +33,7 @@ from tidemill.learner.settings.schedule import learning_rate
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "launch/configs/real.yaml"
 WORK = ROOT / "runs/bench/real"
+MODEL = "runs/models/SmolLM2-135M-Instruct"
 LIMIT_S = 7200.0
 """Of one run of one side, and of one evaluation: a busy machine may be ten times as slow."""
 
@@ -46,18 +55,24 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0, help="steps of both sides; 0 = as in the configuration")
+    parser.add_argument("--max-lag", type=int, help="staleness.max_lag; default: as in the configuration")
+    parser.add_argument("--against", type=Path, metavar="DIRECTORY", help="another checkout in TRL's place")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="with --against: adapters of this rank")
     args = parser.parse_args(arguments)
-    subprocess.run(
-        ["make", "--silent", ".venv-trl/.ready", "as-installed", "runs/models/SmolLM2-135M-Instruct/config.json"],
-        cwd=ROOT,
-        check=True,
-    )
+    needed = [] if args.against else [".venv-trl/.ready", "as-installed"]
+    subprocess.run(["make", "--silent", *needed, f"{MODEL}/config.json"], cwd=ROOT, check=True)
+    settings = ["eval.every=0", *([f"learner.steps={args.steps}"] if args.steps else [])]
+    if args.against:
+        compare_checkouts(args.against.resolve(), [*settings, f"learner.lora.rank={args.lora}"])
+    else:
+        compare_with_trl(args.seeds, settings, [] if args.max_lag is None else [f"staleness.max_lag={args.max_lag}"])
+
+
+def compare_with_trl(seeds: int, settings: list[str], ours: list[str]) -> None:
     sides: dict[str, list[Side]] = {"TRL": [], "Tidemill": []}
-    for seed in range(args.seeds):
-        steps = [f"learner.steps={args.steps}"] if args.steps else []
-        settings = [f"seed={seed}", "eval.every=0", *steps]
-        for name, run in (("TRL", run_trl), ("Tidemill", run_tidemill)):
-            sides[name].append(run(settings, WORK / f"{name.lower()}-{seed}"))
+    for seed in range(seeds):
+        for name, run, its_own in (("TRL", run_trl, []), ("Tidemill", run_tidemill, ours)):
+            sides[name].append(run([f"seed={seed}", *settings, *its_own], WORK / f"{name.lower()}-{seed}"))
             figures_shown = ", ".join(f"{key} {value:.3f}" for key, value in asdict(sides[name][-1]).items())
             print(f"seed {seed} {name}: {figures_shown}", flush=True)
     report(sides["Tidemill"], sides["TRL"])
@@ -122,11 +137,17 @@ def held_out(model: Path) -> float:
 
 
 def report(ours: list[Side], theirs: list[Side]) -> None:
-    """Print medians over the seeds, and the ratios of the runs of each seed: their median and range."""
+    """Print medians over the seeds, the mean scores with their standard errors, and the ratios of the runs of each
+    seed: their median and range.
+    """
     print(f"{'median':<10}{'CPU s/step':>12}{'CPU s':>8}{'memory GB':>11}{'held-out':>10}")
     for name, runs in (("TRL", theirs), ("Tidemill", ours)):
         step, total, memory, score = (median(column) for column in zip(*map(figures, runs), strict=True))
         print(f"{name:<10}{step:>12.1f}{total:>8.0f}{memory:>11.2f}{score:>10.3f}")
+    for name, runs in (("TRL", theirs), ("Tidemill", ours)):
+        scores = [side.held_out for side in runs]
+        error = f"{stdev(scores) / len(scores) ** 0.5:.3f}" if len(scores) > 1 else "unknown of one seed"
+        print(f"held-out of {name}: mean {mean(scores):.3f}, standard error {error}")
     for place, name in enumerate(("CPU a step", "CPU with start", "memory", "held-out")):
         ratios = [figures(mine)[place] / figures(trl)[place] for mine, trl in zip(ours, theirs, strict=True)]
         print(f"RATIO Tidemill / TRL: {name} {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
@@ -134,6 +155,35 @@ def report(ours: list[Side], theirs: list[Side]) -> None:
 
 def figures(side: Side) -> tuple[float, float, float, float]:
     return side.cpu_s_per_step, side.cpu_s, side.memory_gb, side.held_out
+
+
+def compare_checkouts(other: Path, settings: list[str]) -> None:
+    """Print CPU seconds of a step and the largest memory of each process, here and in another checkout."""
+    values, _ = yaml_file.read(CONFIG)
+    values["model"]["path"], values["data"]["path"] = str(ROOT / MODEL), str(ROOT / values["data"]["path"])
+    values |= {"actor": {"reward": "ifeval", "reward_options": {"share": True}}, "eval": {}}
+    del values["learner"]["algorithm"]["entropy"]
+    file = WORK / "before.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml_file.dump(values))
+    steps = load(file, settings).config.learner.steps
+    ours, theirs = (run_costs(directory, str(file), settings, with_memory=True) for directory in (ROOT, other))
+    print(f"{'':<12}{'CPU s/step':>12}{'there':>8}{'ratio':>8}{'memory GB':>12}{'there':>8}{'ratio':>8}")
+    for role in sorted({*ours.total, *theirs.total}, key=lambda name: (name == ALL, name)):
+        cells = []
+        for kind in (cpu_s_per_step, memory_gb):
+            here, there = kind(ours, role, steps), kind(theirs, role, steps)
+            cells.append(f"{here:>12.2f}{there:>8.2f}" + (f"{here / there:>8.2f}" if there > 0.05 else f"{'':>8}"))
+        print(f"{role:<12}" + "".join(cells))
+
+
+def cpu_s_per_step(costs: Costs, role: str, steps: int) -> float:
+    """Return the CPU seconds of a step behind the first."""
+    return (costs.total.get(role, 0.0) - costs.start.get(role, 0.0)) / max(1, steps - 1)
+
+
+def memory_gb(costs: Costs, role: str, _steps: int) -> float:
+    return costs.memory_gb.get(role, 0.0)
 
 
 if __name__ == "__main__":
