@@ -19,7 +19,7 @@ from tidemill.launch.page.held import HeldSamples
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.sample_view import SampleView
 from tidemill.launch.page.samples import AT_A_TIME, SampleAnswers, row_of
-from tidemill.launch.page.texts import MAX_CHARACTERS, SHORT
+from tidemill.launch.page.texts import MAX_CHARACTERS, SHORT, ending
 from tidemill.launch.run.settings_of_run import RunSettings
 from tidemill.launch.samples.filters import Headline
 from tidemill.launch.samples.tokens import Vocabulary
@@ -83,6 +83,13 @@ def test_a_step_that_waited_for_samples_names_the_slow_push_before_it() -> None:
     )
     assert pace["seconds"] == 92.0, "a push goes on beside training"
     assert pace_of(reader, 8)["pace_words"] == "about as long as the median step"
+
+
+def test_a_prompt_in_a_list_is_its_end() -> None:
+    """Chat prompts begin alike: system prompt and examples."""
+    prompt = "system: Follow every instruction.\n" * 20 + "user: Which word?"
+    assert ending(prompt)[0] == "…" and ending(prompt).endswith("\nuser: Which word?") and len(ending(prompt)) == SHORT
+    assert ending("short \u202e") == "short \\u202e"
 
 
 def test_alarms_are_those_that_the_learner_has_counted() -> None:
