@@ -43,7 +43,8 @@ class App {
     this.header = el("header.top");
     this.alert = el("p.alert", { role: "alert", hidden: true });
     this.main = el("main", { tabindex: -1 });
-    const skip = el("a.skip", { href: "#overview", onclick: (event) => this.skip(event) }, "to the content");
+    const focus = (event) => (event.preventDefault(), this.main.focus());
+    const skip = el("a.skip", { href: "#overview", onclick: focus }, "to the content");
     document.body.replaceChildren(skip, this.header, this.alert, this.main);
     this.build();
     const { exported } = source;
@@ -76,11 +77,6 @@ class App {
     this.theme.title = `theme: ${name}`;
     this.theme.setAttribute("aria-label", `theme: ${name}`);
     redrawAll();
-  }
-
-  skip(event) {
-    event.preventDefault();
-    this.main.focus();
   }
 
   start() {

@@ -58,10 +58,8 @@ export function inUnit(value, unit) {
 export function clock(seconds, now = Date.now() / 1e3) {
   if (seconds == null) return "—";
   const date = new Date(seconds * 1e3);
-  const two = (part) => String(part).padStart(2, "0");
-  const time = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
-  if (date.toDateString() === new Date(now * 1e3).toDateString()) return time;
-  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}`;
+  const text = date.toLocaleString("sv"); // 2026-12-01 14:02:33
+  return date.toDateString() === new Date(now * 1e3).toDateString() ? text.slice(11) : text;
 }
 
 // Control characters but line feed and tab, characters that turn the direction of text, that are invisible or split
