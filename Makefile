@@ -22,7 +22,7 @@ SKY    ?= .venv-sky
 DOCS   ?= .venv-docs
 RELEASE ?= .venv-release
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
-	tests/contract/test_engine_bfloat16.py -k "not builtin"
+	tests/contract/test_engine_bfloat16.py -k "sglang and not builtin"
 
 .PHONY: run ppo gsm8k tools walk sglang test test-chaos test-late test-frozen test-net test-net-all test-all test-sglang test-sglang-all test-env test-more environments test-gpu test-gpu-logic bench-gpu gpu-wheels check bench setup clean
 
@@ -108,7 +108,7 @@ ALL_BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 # One of the four runs the tests on a shared server of SGLang (tests/sglang_servers.py), the others those that start servers of their own.
 SERVERS_BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 
-test: setup
+test: setup $(VENV)/.collected
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(ALL_BESIDE)
 
 # Runs of which processes are killed at chosen instants, frozen, replaced or cut off, lost members of push groups, and hostile bytes on every
@@ -346,9 +346,13 @@ check-types: as-installed
 check-imports: as-installed
 	PYTHONPATH=$(AS_INSTALLED) $(BIN)/lint-imports
 
-# pytest rewrites the asserts of a file and keeps the result: here once, in a fresh clone, and not in each of its workers at once.
+# pytest rewrites the asserts of a file and keeps the result: here once, in a fresh clone, and not in each of the workers of `make test` at once.
 collected: setup
 	@out=$$($(BIN)/python -m pytest --collect-only --quiet --quiet $(TESTS) tests/chaos) || { echo "$$out"; exit 1; }
+	@touch $(VENV)/.collected
+
+$(VENV)/.collected: | $(VENV)/.ready
+	@$(MAKE) --no-print-directory collected
 
 # The documentation site, in site/. A link without a target, a page that no section names, and a request to elsewhere are errors.
 .PHONY: docs

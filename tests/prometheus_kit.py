@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from tests.programs import missing
+from tests.waits import LIMIT_S
 
 wants_prometheus = pytest.mark.skipif(bool(missing(("prometheus", "promtool"))), reason="want Debian's prometheus")
 
@@ -39,7 +40,7 @@ def real_prometheus(settings: Mapping[str, Any], port: int, directory: Path) -> 
         yield
     finally:
         child.send_signal(signal.SIGTERM)
-        child.wait(60)
+        child.wait(LIMIT_S)
 
 
 async def query(port: int, text: str) -> list[tuple[dict[str, str], str]]:

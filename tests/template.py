@@ -60,9 +60,14 @@ PRELOADED = [
     "tidemill.actors.actor.process",
     "tidemill.actors.serving.builtin.engine",
     "tidemill.actors.serving.engine_process",
+    "tidemill.learner.backends.fsdp.backend",
+    "tidemill.learner.backends.megatron.backend",
+    "encodings.idna",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.pyplot",
     "numpy.ma",
     "torch.utils.serialization",
-    "transformers.models.qwen3.configuration_qwen3",
+    "transformers.models.qwen3.modeling_qwen3",
     "uvloop",
 ]
 """Modules that the template imports when it starts: our programs, and the modules that they import on use."""
@@ -212,7 +217,7 @@ def _run(request: Request) -> Any:
     os.environ.update(request.environment)
     os.environ.pop(INHERITED, None)
     if request.parents:
-        _inherit_template()
+        inherit_template()
     _template.cache_clear()
     show_as(request.words)
     os.chdir(request.directory)
@@ -225,12 +230,12 @@ def _run(request: Request) -> Any:
 
 def fork_own() -> None:
     """Fork a template of this process, a child of it, while it has no threads; the environment does not name it."""
-    _inherit_template()
+    inherit_template()
     template()
     del os.environ[INHERITED]
 
 
-def _inherit_template() -> None:
+def inherit_template() -> None:
     """Fork this program's own template, a child of it, while it has no threads."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     owner = os.getpid()

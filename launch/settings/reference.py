@@ -1,5 +1,6 @@
 """The configuration reference: ``docs/configuration.md`` and a JSON Schema, both from the types of the settings."""
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "m
 _WORDS = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text", "object": "map"}
 
 
+@functools.cache
 def schema() -> JsonObject:
     """Return the JSON Schema (draft 2020-12) of a configuration file."""
     whole = section.schema(RunConfig)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.episode_kit import Client, Stage, chat, stage, task
 from tests.tiny_models import write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sample, Status
@@ -121,7 +121,7 @@ async def test_a_client_that_goes_before_the_first_token_leaves_no_turn(model_di
         (open,) = scene.gateway.open_episodes.values()
         await scene.served.post("/pause_generation", {"mode": "in_place"})
         asked = asyncio.ensure_future(client.session.post(client.root + "/v1/chat/completions", json=ASKED))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await until(lambda: open.streams, every_s=0)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)

@@ -9,7 +9,7 @@ import logging
 import re
 import zlib
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests.episode_kit import chat, stage, task
 from tests.listeners import HERE, KEYS, ROLES, RUN, Place, engine, table
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import PACKAGES, ROOT
-from tests.waits import LIMIT_S
+from tests.waits import LIMIT_S, until
 from tidemill.actors.config import EngineConfig
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.access import Route, Rule, RunAccess
@@ -356,13 +356,12 @@ async def test_a_teacher_has_no_commands(model_dir: Path) -> None:
                 async with session.request(method, f"http://127.0.0.1:{port}{path}", json=body) as response:
                     return response.status
 
-            async with asyncio.timeout(LIMIT_S):
-                while True:
-                    try:
-                        if await asked("GET", "/health", None) == 200:
-                            break
-                    except aiohttp.ClientError:
-                        await asyncio.sleep(0.01)
+            async def healthy() -> bool:
+                with suppress(aiohttp.ClientError):
+                    return await asked("GET", "/health", None) == 200
+                return False
+
+            await until(healthy)
             body = {"model_path": str(model_dir), "weight_version": "7", "mode": "in_place"}
             for method, path in commands:
                 assert await asked(method, path, body) == 404, path

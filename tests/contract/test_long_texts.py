@@ -15,6 +15,7 @@ from tests.engine_serving import serving
 from tests.router_kit import routing
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_rendering import write_tokenizer
+from tests.waits import LIMIT_S
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai import openai_api
 from tidemill.actors.router.chats import RenderedChats
@@ -50,7 +51,7 @@ class Held:
     def encode_batch(self, texts: list[str], **options: Any) -> Any:
         if any(len(text) > LONG for text in texts):
             self.begun.set()
-            assert self.release.wait(60)
+            assert self.release.wait(LIMIT_S)
         return self._tokenizer.encode_batch(texts, **options)
 
 
@@ -95,7 +96,7 @@ async def test_requests_are_answered_while_a_long_text_is_tokenized(model_dir: P
         client, held = found[name]
         long = asyncio.create_task(client.post(path, BODIES[path](FITS)))
         try:
-            assert await asyncio.to_thread(held.begun.wait, 60)
+            assert await asyncio.to_thread(held.begun.wait, LIMIT_S)
             status, _ = await client.get("/health")
             assert status == 200
             status, answer = await client.post("/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 1}})
@@ -115,7 +116,7 @@ async def test_a_renderer_works_beside_the_loop_and_refuses_by_length(tmp_path: 
     held = text.tokenizer = Held(text.tokenizer)
     chats = RenderedChats(Renderer.read("qwen3", {}, directory, text), 1 << 20)
     asked = asyncio.create_task(chats.ask(openai_api.parse(BODIES["/v1/chat/completions"](FITS), chat=True), ""))
-    assert await asyncio.to_thread(held.begun.wait, 60)
+    assert await asyncio.to_thread(held.begun.wait, LIMIT_S)
     assert not asked.done()
     held.release.set()
     assert len((await asked).ids) > CONTEXT

@@ -13,7 +13,7 @@ from tests.engine_serving import Served
 from tests.refusals import refusal
 from tests.skips import inapplicable
 from tests.tiny_models import CHAT_TEMPLATE, EOS, write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai import openai_api
 from tidemill.actors.openai.openai_answers import ResponseBuilder
@@ -56,7 +56,7 @@ def first_model(model_dir: Path) -> Path:
 
 async def until_unfinished(served: Served, requests: int) -> None:
     """Wait until the engine has this many unfinished requests."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await until(
             lambda: served.engine.stats()["running"] + served.engine.stats().get("waiting", 0) == requests,
             every_s=0.005,

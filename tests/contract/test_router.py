@@ -24,7 +24,7 @@ from tests.engine_serving import Served, serving
 from tests.refusals import refusal
 from tests.router_kit import Door, engine_process, faulty, routing
 from tests.tiny_models import write_tiny_model
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.exchange import Answer, Handler, Middleware, Request
 from tidemill.actors.router.forward import Sessions
@@ -48,7 +48,7 @@ def finished(served: Served) -> int:
 
 
 async def unfinished(engine: BuiltinEngine, count: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await at_work(engine, count)
 
 
@@ -215,7 +215,7 @@ async def test_a_client_that_does_not_read_is_disconnected_and_its_engine_freed(
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         writer.write(b"GET /server_info HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200" in await reader.readline()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await engine.gone.wait()
         await door.until(lambda workers: workers[engine.url]["in_flight"] == 0)
         writer.close()

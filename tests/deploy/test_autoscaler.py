@@ -12,7 +12,7 @@ import pytest
 
 from tests import launched
 from tests.bus_fixtures import BusOpener
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tests.whole.running import up
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import ended
@@ -113,7 +113,7 @@ async def test_engines_are_added_for_a_learner_that_waits(tmp_path: Path) -> Non
                 await until(two_engines, every_s=1)
             finally:
                 scaler.send_signal(signal.SIGTERM)
-                assert scaler.wait(60) == 0, log.read_text()
+                assert scaler.wait(LIMIT_S) == 0, log.read_text()
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 0
     assert run.summary["samples_lost"] == 0

@@ -15,7 +15,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.launched import tidemill
 from tests.prometheus_kit import get, query, real_prometheus, scrape, wants_prometheus
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
 from tidemill.actors.engines.membership import first_row
@@ -138,7 +138,7 @@ async def test_an_actor_without_a_run_says_why_it_is_not_ready(open_bus: BusOpen
             status, text = await until(lambda: _waits(url, f"the config of run {bus.run}"))
             assert status == 503 and text.startswith("actor a is waiting: "), text
             actor.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(actor.wait, 60) == 0
+            assert await asyncio.to_thread(actor.wait, LIMIT_S) == 0
         finally:
             actor.kill()
             actor.wait()

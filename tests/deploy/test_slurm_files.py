@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import LIMIT_S
 from tidemill.launch.cli import main as cli
 from tidemill.launch.deploy.slurm import TEMPLATES, Jobs, Place, changed_settings, files
 from tidemill.launch.settings.config_loader import load
@@ -55,7 +56,7 @@ def test_the_files_of_a_run(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_are_shell_scripts_without_gaps(name: str) -> None:
     for file in sorted((GOLDEN / name).glob("*")):
-        subprocess.run(["bash", "-n", str(file)], check=True, timeout=60)
+        subprocess.run(["bash", "-n", str(file)], check=True, timeout=LIMIT_S)
         assert re.findall("@[A-Z_]+@", file.read_text()) == [], file
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.units import UNITS, unit
+from tests.waits import LIMIT_S
 from tidemill.bus import exit_codes
 
 FILES = sorted(UNITS.glob("*.service"))
@@ -16,7 +17,7 @@ FILES = sorted(UNITS.glob("*.service"))
 def test_systemd_says_nothing_about_a_unit(file: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("want systemd-analyze (make programs)")
-    done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 

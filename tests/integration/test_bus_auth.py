@@ -21,7 +21,7 @@ import pytest
 
 from tests.bus_kit import make_sample, make_task, take
 from tests.refusals import refusal
-from tests.waits import until, until_gone
+from tests.waits import LIMIT_S, until, until_gone
 from tidemill.bus import exit_codes
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
@@ -94,7 +94,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
         as_user("host-0") as host,
         as_user("router") as router,
         as_user("viewer") as viewer,
-        asyncio.timeout(60),
+        asyncio.timeout(LIMIT_S),
     ):
         await learner.tasks.fence(1)
         await learner.plans.fence(1)
@@ -418,7 +418,7 @@ async def test_users_keep_their_passwords_over_restarts_and_may_become_more(
             await actor.samples.publish(make_sample(RUN, actor="actor-0"))
             guarded.stop()
             assert again.start() == guarded.url
-            async with asyncio.timeout(60), as_user("actor-2") as new:
+            async with asyncio.timeout(LIMIT_S), as_user("actor-2") as new:
                 assert await actor.samples.publish(make_sample(RUN, index=1, actor="actor-0")) == 2
                 assert await new.samples.publish(make_sample(RUN, index=2, actor="actor-2")) == 3
                 assert (await learner.samples.info()).messages == 3
@@ -494,7 +494,7 @@ def _sign(directory: Path) -> None:
 def _serial(directory: Path) -> int:
     """Return the serial number of the certificate in a file."""
     words = ("openssl", "x509", "-noout", "-serial", "-in", str(directory / "server.pem"))
-    return int(subprocess.check_output(words, text=True, timeout=60).strip().partition("=")[2], 16)
+    return int(subprocess.check_output(words, text=True, timeout=LIMIT_S).strip().partition("=")[2], 16)
 
 
 def _shown(url: str, directory: Path) -> int:

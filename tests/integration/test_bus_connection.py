@@ -62,7 +62,7 @@ async def test_a_lost_connection_comes_back(nats_server: EmbeddedServer, open_bu
         with pytest.raises(BusUnavailable, match="not connected for"):
             await bus.wait_connected(0.05)
         nats_server.start()
-        await bus.wait_connected(60)
+        await bus.wait_connected(LIMIT_S)
         assert (await bus.samples.info()).messages == 0
 
 
@@ -174,7 +174,7 @@ async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(
             await failed.wait()
             was_done = asking.done()
             nats_server.start()
-            await bus.wait_connected(60)
+            await bus.wait_connected(LIMIT_S)
             assert not was_done
             assert await asking == 0
     for retry in (bus.retry, bus.jet.retry_for_ever):
@@ -249,7 +249,7 @@ async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_
 
             await connection.nc.subscribe(f"{bus.run}.asked", cb=no_answer)
             request = asyncio.create_task(connection.request(f"{bus.run}.asked", b"", 60))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await asked.wait()
             forget = connection.on_lost(lambda heard=heard: heard.append(1))
             await connection._on_disconnected()

@@ -173,7 +173,7 @@ async def test_rows_do_not_age_while_the_bus_is_full(open_bus: BusOpener) -> Non
     """No heartbeat is stored then, and no process is dead for that: learner and engines on one accelerator rely on
     it.
     """
-    async with open_bus() as bus, open_bus(run=bus.run, layout=False) as other, asyncio.timeout(60):
+    async with open_bus() as bus, open_bus(run=bus.run, layout=False) as other, asyncio.timeout(LIMIT_S):
         await bus.rows("live").put("actor.a1", dataclasses.asdict(row("a1")))
         view = LiveView(other, dead_after_s=0.1)
         await until_gone(view.alive)

@@ -96,7 +96,7 @@ async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(
             assert not publishing.done()
             await proxy.cut()
             proxy.deaf = False
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 assert await publishing == [*range(2, 2 + count)]
             assert bus.samples.stats.duplicates == count
         assert (await looker.samples.info()).messages == 1 + count
@@ -300,7 +300,7 @@ async def test_reading_leaves_no_consumer_behind(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await publish(bus, 1)
         await read_some(bus, 1)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while (await bus.jet.call(f"STREAM.INFO.TM_{bus.run}_SAMPLES"))["state"]["consumer_count"]:
                 continue
 
@@ -531,7 +531,7 @@ async def test_headers_that_cannot_be_parsed_block_nothing(
         writer.write(
             b"HPUB tm.%s.sample.train.0.x %d %d\r\n%bx\r\nPING\r\n" % (bus.run.encode(), size, size + 1, headers)
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while await reader.readline() != b"PONG\r\n":  # behind INFO, and perhaps a PING of the server
                 pass
         writer.close()

@@ -14,6 +14,7 @@ import zmq
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
 from tests.feeder_kit import KEYS
+from tests.waits import LIMIT_S
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ConfigMismatch, StreamReplaced, StreamTrimmed, WireError
 from tidemill.bus.server.auth import permissions
@@ -41,7 +42,7 @@ async def publish(bus: Bus, *tasks: int, **changes: object) -> list[int]:
 
 
 async def read(reading: AsyncGenerator[T], count: int) -> list[T]:
-    async with asyncio.timeout(60), aclosing(reading) as messages:
+    async with asyncio.timeout(LIMIT_S), aclosing(reading) as messages:
         return [await anext(messages) for _ in range(count)]
 
 
@@ -259,7 +260,7 @@ async def test_a_killed_or_frozen_reader_ends_the_reading(
     async with open_bus(sample_shards=2) as bus:
         await publish(bus, 1, 2)
         reading = entries_of(shard_readers(nats_server, bus, silent_s=8), await bus.samples.cursor(), [])
-        async with asyncio.timeout(60), aclosing(reading):
+        async with asyncio.timeout(LIMIT_S), aclosing(reading):
             assert {(await anext(reading)).seq % 2, (await anext(reading)).seq % 2} == {0, 1}
             of_shard(started, 1).send(number)
             with pytest.raises(error, match=words):
@@ -284,7 +285,7 @@ async def test_readers_read_on_after_a_signal_to_all_processes_of_a_job(
     async with open_bus(sample_shards=2) as bus:
         await publish(bus, 1, 2)
         reading = read_by_processes(nats_server, bus, await bus.samples.cursor(), [])
-        async with asyncio.timeout(60), aclosing(reading):
+        async with asyncio.timeout(LIMIT_S), aclosing(reading):
             assert {(await anext(reading)).seq % 2 for _ in range(2)} == {0, 1}
             for child in started:
                 child.send(signal.SIGTERM)
@@ -327,7 +328,7 @@ async def test_ranks_fetch_samples_from_the_readers_until_these_are_released(
         samples = [make_sample(bus.run, task=task, length=1000) for task in (1, 2, 3)]
         seqs = [await bus.samples.publish(sample) for sample in samples]
         readers = shard_readers(nats_server, bus, vocab_size=2000)
-        async with asyncio.timeout(60), aclosing(entries_of(readers, await bus.samples.cursor(), [])) as reading:
+        async with asyncio.timeout(LIMIT_S), aclosing(entries_of(readers, await bus.samples.cursor(), [])) as reading:
             entries = [await anext(reading) for _ in seqs]
             assert all(isinstance(entry, SampleIndex) and not entry.data for entry in entries)
             fetched = await asyncio.to_thread(fetch, readers, seqs)

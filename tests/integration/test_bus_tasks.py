@@ -11,7 +11,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take, until_backlog
 from tests.refusals import refusal
-from tests.waits import turn, until
+from tests.waits import LIMIT_S, turn, until
 from tidemill.bus.errors import NotFound, WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams import tasks as bus_tasks
@@ -194,7 +194,7 @@ async def test_the_end_of_a_kept_lease_does_not_wait_for_a_renewal_that_swallows
         await issue(bus)
         held = await lease(bus)
         renew_soon(monkeypatch, held)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             async with held.kept():
                 await renewing.wait()
         monkeypatch.undo()

@@ -12,6 +12,7 @@ import pytest
 from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, train
 from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
+from tests.waits import LIMIT_S
 from tidemill.learner.backends.megatron import state
 from tidemill.learner.backends.megatron.backend import MegatronBackend
 from tidemill.learner.backends.megatron.model import MegatronPolicy
@@ -77,7 +78,7 @@ class Gate:
 
         def held(staged: Staged) -> Any:
             self.reached.set()
-            assert self.open.wait(60)
+            assert self.open.wait(LIMIT_S)
             return write(staged)
 
         monkeypatch.setattr(Staged, "write", held)
@@ -90,7 +91,7 @@ def test_what_is_written_is_the_state_of_its_step(make: Any, monkeypatch: pytest
     learner.step(1)
     learner.save(1)
     digest = learner.policy.digest()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(LIMIT_S)
     for number in (2, 3):
         learner.step(number)
         learner.checkpoints.collect()
@@ -114,7 +115,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(make: Any, monkeypatch: py
     gate = Gate(monkeypatch)
     learner = make()
     learner.save(1)
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(LIMIT_S)
     threading.Timer(0.2, gate.open.set).start()
     learner.step(2)
     learner.save(2)

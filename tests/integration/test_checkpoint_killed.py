@@ -13,6 +13,7 @@ from tests.integration.checkpoint_ranks import INSTANTS, STEP, VOCAB, built, tra
 from tests.learner_steps import rank_environment
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.learner.backends.megatron import state
 from tidemill.learner.checkpoints import disk
@@ -47,7 +48,7 @@ def test_the_checkpoint_before_is_used(tmp_path: Path, rank: int, instant: str) 
         finally:
             for child in children:
                 child.kill()
-                child.wait(60)
+                child.wait(LIMIT_S)
     assert (tmp_path / "died").exists()
     assert [one.step for one in disk.listed(root)] == [STEP], "no other directory has its name"
     unfinished = root / f"step-{STEP + 1}-epoch-1.tmp"

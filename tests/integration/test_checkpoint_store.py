@@ -75,7 +75,7 @@ def uploaded_files(flaky: type[FlakyFileSystem]) -> list[str]:
 
 async def until(bus: Bus, key: str, found: Any) -> None:
     """Wait until a row fulfils a condition."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         async for read in bus.rows("run").watch(key):
             if read is not None and found(read[0]):
                 return
@@ -92,7 +92,7 @@ async def test_the_manifest_comes_last_and_makes_it_the_latest(
         assert lacks == f"{NEWEST} to be uploaded to {URL}/{RUN}: 0 of {len(files)} files are there"
         await uploads(bus, tmp_path).look()
         assert uploaded_files(flaky) == [*(f"{NEWEST}/{file}" for file in sorted(files)), f"{NEWEST}/{MANIFEST}"]
-        await asyncio.wait_for(waiting, 60)
+        await asyncio.wait_for(waiting, LIMIT_S)
         assert await copies(bus, tmp_path).lacks(tmp_path / NEWEST) == ""
 
 
@@ -152,7 +152,7 @@ async def test_an_outage_ends_nothing_and_is_reported(
             )
             assert not waiting.done()
             fail(flaky)
-            await asyncio.wait_for(waiting, 60)
+            await asyncio.wait_for(waiting, LIMIT_S)
             await until(bus, "stored.0", lambda found: not found["trouble"])
         assert caplog.text.count("checkpoints are not uploaded, trying again") == 1, "a reason is logged once"
         assert "checkpoints are uploaded again" in caplog.text and "5ec7e7" not in caplog.text
@@ -491,7 +491,7 @@ async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
         uploading = Uploads(world.bus, world.root, ObjectStore(URL, world.run), keep=2)
         async with beside(uploading.run()), world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 async for _, record in world.bus.plans.follow():
                     if isinstance(record, Done) and record.step == steps:
                         break
@@ -526,7 +526,7 @@ async def test_a_checkpoint_that_cannot_be_uploaded_holds_up_no_newer_one(
         uploading = Uploads(world.bus, world.root, ObjectStore(URL, world.run), keep=2)
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 async for _, record in world.bus.plans.follow():
                     if isinstance(record, Done) and record.step == steps:
                         break

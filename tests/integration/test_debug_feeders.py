@@ -15,6 +15,7 @@ from tests.debug_kit import rollout
 from tests.feeder_kit import KEYS, World
 from tests.forked import Forked
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -142,7 +143,7 @@ async def test_recorded_steps_begin_with_the_weights_of_a_checkpoint(
         (path / "weights.bin").write_bytes(b"8")
         async with recorded_feeder(world, f"{tmp_path}/one.msgpack") as (url, feeding):
             with refusal(CheckpointCorrupt, file="weights.bin"):
-                await asyncio.wait_for(feeding, 60)
+                await asyncio.wait_for(feeding, LIMIT_S)
 
 
 async def test_a_broken_file_ends_feeder_and_ranks_with_its_name(
@@ -201,7 +202,7 @@ async def consumer(world: World, tmp_path: Path, **settings: Any) -> AsyncIterat
 
 
 async def until_done(world: World, step: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         async for _, record in world.bus.plans.follow():
             if isinstance(record, Done) and record.step >= step:
                 return
@@ -216,7 +217,7 @@ async def test_steps_that_no_rank_trains_are_saved_and_resumed(
     async with opened as world:
         async with consumer(world, tmp_path) as (child, feeding):
             await until_done(world, 2)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 async for row in world.bus.rows("run").watch(CHECKPOINT_KEY):
                     if row is not None:
                         break

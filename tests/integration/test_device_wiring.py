@@ -23,7 +23,7 @@ from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_model, write_run
 from tests.gpu_kit import MIB, fake_nvidia_smi, uuid_of
 from tests.gpu_kit import row as gpu_row
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire.rows import Capabilities, LiveRow
@@ -115,7 +115,7 @@ async def test_up_places_ranks_and_engines(tmp_path: Path) -> None:
         await until(lambda: children <= set(machine.children()) or process.poll() is not None)
         assert process.poll() is None, machine.log
         machine.hold.unlink()
-        assert await asyncio.to_thread(process.wait, 60) == 0, machine.log
+        assert await asyncio.to_thread(process.wait, LIMIT_S) == 0, machine.log
     finally:
         process.kill()
         process.wait()
@@ -146,7 +146,7 @@ async def test_a_learner_states_its_devices(
         try:
             stated = (await _row(LiveView(bus), "learner", process, lambda row: True)).capabilities
             machine.hold.unlink()
-            assert await asyncio.to_thread(process.wait, 60) == 0, machine.log
+            assert await asyncio.to_thread(process.wait, LIMIT_S) == 0, machine.log
         finally:
             process.kill()
             process.wait()
@@ -173,7 +173,7 @@ async def test_an_agent_of_a_node_states_its_devices(
             offered, _ = await bus.rows("run").read("node.0")
         finally:
             process.terminate()
-            await asyncio.to_thread(process.wait, 60)
+            await asyncio.to_thread(process.wait, LIMIT_S)
     used = (uuid_of(0), uuid_of(1))
     assert row.capabilities == Capabilities(devices=used, nccl="2.29.7", device_memory_bytes=MIB << 20)
     assert offered is not None and offered["versions"]["NCCL"] == "2.29.7"  # type: ignore[index]
@@ -225,7 +225,7 @@ async def test_a_host_gives_its_engines_what_the_learner_leaves(
                 assert process.poll() is None, machine.log
             finally:
                 process.terminate()
-                await asyncio.to_thread(process.wait, 60)
+                await asyncio.to_thread(process.wait, LIMIT_S)
     assert "engine-h-2 not started: engine: want 1 free device(s), got none free of 3 visible (0, 1, 2)" in reason
     assert {name: machine.devices_of(name) for name in machine.children()} == {
         "engine-h-0": own(1),
@@ -298,7 +298,7 @@ async def test_a_host_starts_no_engine_without_memory(
                 assert re.search(why, found := await waits_for()), found
             finally:
                 process.terminate()
-                await asyncio.to_thread(process.wait, 60)
+                await asyncio.to_thread(process.wait, LIMIT_S)
     assert machine.children() == ([] if why else ["engine-h-0"])
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_feeder import OpenWorld, check_history, open_world
+from tests.waits import LIMIT_S
 from tidemill.bus.section import ShortNamed
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
 from tidemill.learner.evaluation.config import EvalConfig, EvalSet
@@ -199,7 +200,7 @@ async def test_a_killed_feeder_asks_no_prompt_twice(open_world: OpenWorld, tmp_p
 
     def stop(did: str, step: int) -> bool:
         if (did, step) == ("batch", 3):
-            assert begun.wait(60), "five responses"
+            assert begun.wait(LIMIT_S), "five responses"
         return (did, step) == ("publish", 4)
 
     evaluation = plan(tmp_path, rows=12, every=2)
@@ -207,7 +208,7 @@ async def test_a_killed_feeder_asks_no_prompt_twice(open_world: OpenWorld, tmp_p
         async with world.actors(), world.feeder(evaluation=evaluation) as (url, _):
             training = asyncio.create_task(world.train(url, stop=stop))
             async with world.actors(first_five, kind=Kind.EVAL):
-                await asyncio.to_thread(begun.wait, 60)
+                await asyncio.to_thread(begun.wait, LIMIT_S)
             await training
         assert {record.version for record in await evaluated(world)} == {0}, "the evaluation of version 2 is not over"
         async with (

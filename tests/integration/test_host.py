@@ -19,7 +19,7 @@ from tests.bus_fixtures import BusOpener
 from tests.forked import Forked
 from tests.launched import tidemill
 from tests.refusals import refusal
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
 from tidemill.bus.liveness.heartbeats import LiveView
@@ -51,7 +51,7 @@ class RunningHost:
         return self._log.read_text()
 
     async def ended(self) -> int:
-        return await asyncio.to_thread(self.process.wait, 60)
+        return await asyncio.to_thread(self.process.wait, LIMIT_S)
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ async def test_without_the_bus_a_host_changes_nothing(
         nats_server.kill()
         await asyncio.sleep(6)  # longer than the time after which a host counts as dead
         nats_server.start()
-        await bus.wait_connected(30)
+        await bus.wait_connected(LIMIT_S)
         for name in ("a", "b"):
             await host_row(bus, name, lambda row: row.load.get("actors_wanted") == 1.0)
         await asyncio.sleep(SETTLE_S + 2)  # by then they look at the numbers again

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests import data_kit
+from tests.examples import rarely
 from tests.integration.test_launch_status import make_run, tidemill
 from tests.launched import ROOT
 from tests.waits import LIMIT_S
@@ -164,7 +165,7 @@ async def test_the_second_of_two_reading_commands_names_the_first(tmp_path: Path
     assert (code, json.loads(out)["seq"]) == (0, 7), errors
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, *rarely([signal.SIGINT])])
 async def test_the_server_of_a_reading_command_ends_with_it_however_it_ends(
     tmp_path: Path, how: signal.Signals
 ) -> None:
@@ -197,7 +198,7 @@ async def test_a_resumed_run_takes_its_bus_back_from_a_reading_command(
         await asyncio.to_thread(servers.stop)
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh", [True, *rarely([False])])
 async def test_a_directory_in_which_up_starts_is_not_read(
     tmp_path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

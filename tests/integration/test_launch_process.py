@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.examples import rarely
 from tests.forked import fork_child
-from tests.waits import LIMIT_S, until
+from tests.waits import LIMIT_S, poll, until
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.system.processes import Child
 from tidemill.launch.run.process import launched
@@ -304,7 +303,7 @@ async def test_a_good_end_is_no_failure_and_kill_is(tmp_path: Path) -> None:
     second = await _running(supervisor, "bus", other_than=first)
     assert second != first
     await _until_exists(tmp_path / "run" / "bus.url")
-    assert await supervisor.end(["bus"], within_s=30) == {"bus": 0}
+    assert await supervisor.end(["bus"], within_s=LIMIT_S) == {"bus": 0}
     assert supervisor.running == {}
 
 
@@ -329,7 +328,7 @@ async def test_a_child_that_ends_while_it_is_needed_is_started_again(
     assert supervisor.running["bus"] != first and not keeper.done()
     assert (tmp_path / "run" / "bus.url").read_text() == url, "the other processes of the run know this address"
     assert len(events) == 1 and events[0].startswith(f"bus {how}") and "started again in" in events[0], events
-    assert await supervisor.end(["bus"], within_s=30) == {"bus": 0}
+    assert await supervisor.end(["bus"], within_s=LIMIT_S) == {"bus": 0}
     assert len(events) == 1, "ended on purpose"
 
 
@@ -381,10 +380,7 @@ async def test_a_child_that_has_just_died_can_be_asked_to_end(tmp_path: Path) ->
     child = Child("it", [], tmp_path / "log")
     child.process = await asyncio.create_subprocess_exec("sleep", "3600", start_new_session=True)
     os.kill(child.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while os.path.exists(f"/proc/{child.pid}"):  # noqa: ASYNC240 - reaped by a thread
-        assert time.monotonic() < deadline
-        time.sleep(0.001)  # noqa: ASYNC251 - the loop is to have no turn
+    poll(lambda: not os.path.exists(f"/proc/{child.pid}"))  # reaped by a thread; the loop is to have no turn
     assert child.running, "the loop has had no turn"
     child.ask_to_end()
     child.send(signal.SIGKILL)

@@ -26,7 +26,7 @@ from tests.forked import Forked
 from tests.launched import Ended, run_tidemill, tidemill
 from tests.refusals import refusal
 from tests.unhurried import UNHURRIED
-from tests.waits import until
+from tests.waits import LIMIT_S, turn, until
 from tests.whole.running import ROOT, SMOKE, UP_LIMIT_S, live, until_step, up
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
@@ -181,7 +181,7 @@ async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path, script: Scrip
                 assert await asyncio.to_thread(learner.wait, UP_LIMIT_S) == 0, (tmp_path / "learner.log").read_text()
                 for process, name in ((actor, "actor"), (engine, "engine"), (bus, "bus")):
                     process.send_signal(signal.SIGTERM)
-                    assert await asyncio.to_thread(process.wait, 60) == 0, (tmp_path / f"{name}.log").read_text()
+                    assert await asyncio.to_thread(process.wait, LIMIT_S) == 0, (tmp_path / f"{name}.log").read_text()
     assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
@@ -212,4 +212,4 @@ async def test_an_audit_does_not_wait_for_ever_for_a_bus_that_is_gone(
         nats_server.kill()
         with refusal(GaveUp, name="bus") if given_up else refusal(BusUnavailable, reason=re.compile("not connected")):
             await with_bus(asyncio.Event().wait(), bus, supervisor, away_s=3600 if given_up else 0.1)
-        await with_bus(asyncio.sleep(0), bus, Supervisor(tmp_path, restarts=0, window_s=60))
+        await with_bus(turn(), bus, Supervisor(tmp_path, restarts=0, window_s=60))

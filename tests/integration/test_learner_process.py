@@ -5,12 +5,12 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.feeder_kit import KEYS
+from tests.waits import poll
 from tidemill.bus.system.processes import Child
 from tidemill.learner.ranks import process
 from tidemill.learner.ranks.process import ChildFailed, run_learner
@@ -113,8 +113,7 @@ async def test_a_child_that_ended_a_moment_ago_can_be_signalled() -> None:
     os.kill(
         child.pid, signal.SIGKILL
     )  # from here to the signal in one step of the loop, so that the loop cannot notice the end
-    while os.path.exists(f"/proc/{child.pid}"):  # noqa: ASYNC240  # reaped by asyncio's thread
-        time.sleep(0.001)  # noqa: ASYNC251
+    poll(lambda: not os.path.exists(f"/proc/{child.pid}"))  # reaped by asyncio's thread
     assert child.running
     child.send(signal.SIGTERM)
     assert await child.wait() == -signal.SIGKILL

@@ -38,7 +38,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
     ),
 }
 """Settings of the learner, of the model and of the pushes, and ranks that send."""
-SLOW = ("tp2, one sender", "tp2 x pp2", "fsdp, 2 copies", "fsdp on 2, adapters")
+SLOW = ("pp2", "tp2, one sender", "tp2 x pp2", "fsdp, 2 copies", "fsdp on 2, adapters")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from tests.skips import inapplicable
 from tests.small_disk import small_disk
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.bus.system.processes import Child
 from tidemill.launch.run.process import report_stopped
 
@@ -110,7 +110,7 @@ async def test_the_exit_code_does_not_wait_for_output_that_another_process_holds
     assert await child.process.stdout.readline() == b"here\n"
     (left,) = psutil.Process(child.pid).children()
     child.send(signal.SIGKILL)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         assert await child.exited() == -signal.SIGKILL
     left.kill()
     assert await child.wait() == -signal.SIGKILL

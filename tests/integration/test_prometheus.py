@@ -15,7 +15,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
 from tests.prometheus_kit import get, query, real_prometheus, scrape, wants_prometheus
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
@@ -71,7 +71,7 @@ def exporter(tmp_path: Path) -> Any:
     yield start
     for child in children:
         child.send_signal(signal.SIGTERM)
-        assert child.wait(60) == 0
+        assert child.wait(LIMIT_S) == 0
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 
 from tests.actor_kit import row_until
 from tests.feeder_kit import World
+from tests.waits import LIMIT_S
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
@@ -126,7 +127,7 @@ async def test_answered_tasks_are_acked(open_world: OpenWorld) -> None:
 
         async with world.bus.tasks.acks(on_ack), world.feeder(recorded=world.recorded) as (url, _):
             training = asyncio.create_task(world.train(url))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await enough.wait()
             await training
         assert {int(task) for plan in await world.plans() for task in plan.tasks} == acked

@@ -47,7 +47,7 @@ async def scoring(function: str, limits: ProcessLimits = LIMITS, **options: Any)
 
 async def surely(score: Scorer, response: str) -> object:
     """Return the reward of a response that takes no time."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while True:
             with contextlib.suppress(TimeoutError):
                 return await score(request(response))
@@ -81,7 +81,7 @@ async def test_a_start_that_is_cancelled_twice_leaves_no_process(
             await turn()
     await asyncio.wait({starting})
     assert starting.cancelled()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         assert await process.wait() == -signal.SIGKILL
 
 

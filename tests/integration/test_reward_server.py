@@ -13,6 +13,7 @@ import pytest
 from aiohttp import ClientSession
 
 from tests.launched import run_tidemill
+from tests.waits import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ async def serving(*words: str, **environment: str) -> AsyncIterator[str]:
     server = await started(*words, "--port", "0", **environment)
     try:
         assert server.stdout is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             url = (await server.stdout.readline()).decode().split()[-1]
         yield url
         server.terminate()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.feeder_kit import KEYS
 from tests.tiny_models import write_tiny_model
+from tests.waits import LIMIT_S
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.checkpoints import disk
@@ -29,7 +30,7 @@ class Held(SavedModels):
     go: threading.Event
 
     def _write(self, *arguments: object) -> None:
-        assert self.go.wait(60)
+        assert self.go.wait(LIMIT_S)
         super()._write(*arguments)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.bus.http.listener import url_of
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.launch.run import web_hook
@@ -118,7 +119,7 @@ async def test_a_hook_that_does_not_answer_holds_a_bounded_number_and_the_end_a_
     monkeypatch.setattr(web_hook, "FLUSH_S", 0.1)
     async with Hook(held=True) as hook:
         sender = notices(hook.url)
-        async with asyncio.timeout(60), sender.sending():
+        async with asyncio.timeout(LIMIT_S), sender.sending():
             for number in range(2 * MOST_WAITING):
                 sender.given_up(f"{number}")
             assert len(sender._waiting) == MOST_WAITING and sender.dropped == MOST_WAITING
@@ -131,7 +132,7 @@ async def test_an_impossible_host_of_a_proxy_is_a_drop(
     monkeypatch.setenv("http_proxy", f"http://{'x' * 70}.example:1/")
     monkeypatch.setattr(web_hook, "FLUSH_S", 300.0)
     sender = notices("http://h.example/")
-    async with asyncio.timeout(60), sender.sending():
+    async with asyncio.timeout(LIMIT_S), sender.sending():
         sender.given_up("first")
         sender.given_up("second")
     assert sender.dropped == 2 and "UnicodeError" in caplog.text
@@ -142,7 +143,7 @@ async def test_the_end_waits_for_no_sender_that_has_failed(
 ) -> None:
     monkeypatch.setattr(web_hook, "FLUSH_S", 300.0)
     sender = notices("http://127.0.0.1:1/")
-    async with asyncio.timeout(60), sender.sending():
+    async with asyncio.timeout(LIMIT_S), sender.sending():
         sender.ended("over", object())  # type: ignore[arg-type]  # what JSON cannot have
         sender.given_up("second")
     assert "sending failed error=TypeError" in caplog.text and "unsent count=1" in caplog.text

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.examples import rarely
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from tests.refusals import refusal
-from tests.waits import poll, until
+from tests.waits import LIMIT_S, poll, until
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced
@@ -426,7 +426,7 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
                 engine="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late"
             )
             following = asyncio.create_task(keep_up(bus, joiner, deadline_s=60, stale=stale, grace_s=0.2))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await fresh.wait()
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from tests.net.entered import Entered, forked_words
 from tests.programs import missing
 
 PROGRAMS = ("ip", "tc", "nft", "unshare", "nsenter", "setpriv")
@@ -70,7 +71,7 @@ def why_not() -> str:
 class Started:
     """A process of a machine. ``pid`` is its id outside of the machine."""
 
-    def __init__(self, entering: "subprocess.Popen[bytes]", log: Path) -> None:
+    def __init__(self, entering: "subprocess.Popen[bytes] | Entered", log: Path) -> None:
         self._entering, self.log_file = entering, log
         self.pid = _child_of(entering)
 
@@ -176,6 +177,14 @@ class Machine:
         self, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> Started:
         """Start a process there, with this process's environment and ``env``; it ends with the machine."""
+        self._started.append(Started(self._entering(command, log, env or {}, cwd or Path.cwd()), log))
+        return self._started[-1]
+
+    def _entering(
+        self, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path
+    ) -> "subprocess.Popen[bytes] | Entered":
+        if words := forked_words(command):
+            return Entered(self._init.pid, words, env, log, cwd)
         inside = [
             "nsenter",
             "-t",
@@ -184,18 +193,14 @@ class Machine:
             "-u",
             "-m",
             "-p",
-            f"--wd={cwd or os.getcwd()}",
+            f"--wd={cwd}",
             "--",
             *command,
         ]
         with log.open("ab") as output:
-            variables = {**os.environ, **(env or {})}
-            self._started.append(
-                Started(
-                    subprocess.Popen(inside, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables), log
-                )
+            return subprocess.Popen(
+                inside, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, **env}
             )
-        return self._started[-1]
 
     def run(self, *command: str, within_s: float = MADE_S) -> str:
         """Run a command there to its end and return its output. Raises NoLab with its errors."""
@@ -368,7 +373,7 @@ def _entered(code: int, namespace: "IO[str]") -> None:
         raise NoLab(f"setns {namespace.name}: {code}")
 
 
-def _child_of(parent: "subprocess.Popen[bytes]") -> int:
+def _child_of(parent: "subprocess.Popen[bytes] | Entered") -> int:
     """Return the one child of a process that makes a child and waits for it; its own id if it ended without. Raises
     NoLab.
     """

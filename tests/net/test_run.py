@@ -19,7 +19,7 @@ import pytest
 
 from tests.net.lab import TRAP, why_not
 from tests.net.site import NO_END, SITE, Site, site
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tests.whole.prepared import ROOT
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
@@ -122,7 +122,7 @@ async def all_there(run: Site, bus: Bus, before: set[Process]) -> None:
     """Wait until the same processes live as before: none was replaced, none is missing."""
     now: set[Process] = set()
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while (now := await processes(bus)) != before:
                 pass
     except TimeoutError:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.net.lab import why_not
 from tests.net.site import Site, site
+from tests.waits import LIMIT_S
 from tests.whole.running import SMOKE, until_step
 from tidemill.bus.liveness.heartbeats import LiveView
 
@@ -40,7 +41,7 @@ async def train(run: Site) -> None:
             where = "router" if row.role == "router" else "gpu" if row.role == "engine" else ""
             assert not where or row.address.startswith(f"http://{run.lab[where].in_url}:"), row
     for node in run.nodes:
-        assert await asyncio.to_thread(run.started[node].wait, 60) == 0, run.logs()
+        assert await asyncio.to_thread(run.started[node].wait, LIMIT_S) == 0, run.logs()
     codes = await asyncio.to_thread(run.end_all_but_bus)
     assert set(codes.values()) == {0}, run.logs()
     accounting = await run.audited()

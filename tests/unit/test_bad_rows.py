@@ -17,6 +17,7 @@ import pytest
 
 from tests.check_kit import write_model, write_prompts, write_run
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.messages import Prompt, Sampling, Task
 from tidemill.launch.checks.data import SourceReading
@@ -207,7 +208,7 @@ async def test_a_prompt_is_tokenized_beside_the_event_loop(tmp_path: Path) -> No
 
     def slow(prompt: Prompt) -> Sequence[int]:
         loop.call_soon_threadsafe(begun.set)
-        assert seen.wait(10), "the loop does nothing while a prompt is tokenized"
+        assert seen.wait(LIMIT_S), "the loop does nothing while a prompt is tokenized"
         return [1]
 
     prompts = opened(write(tmp_path / "p.jsonl", GOOD), tokenize=slow)

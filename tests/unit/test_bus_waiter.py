@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from tests.waits import turn
+from tests.waits import LIMIT_S, turn
 from tidemill.bus.system.coroutines import Waiter
 
 LONG_S = 60.0
@@ -20,7 +20,7 @@ def test_a_wake_up_ends_all_present_waits() -> None:
         waiter = Waiter()
         tasks = await waiting(waiter, 3)
         waiter.wake()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*tasks)
         assert not any(task.done() for task in await ended(waiter, 1)), (
             "a wake-up that was received must not end a later wait"
@@ -42,7 +42,7 @@ def test_a_wake_up_without_a_wait_ends_the_next_one() -> None:
         waiter = Waiter()
         waiter.wake()
         waiter.wake()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await waiter.wait()
         assert not any(task.done() for task in await ended(waiter, 1)), "two wake-ups in a row are one"
 
@@ -57,7 +57,7 @@ def test_a_wake_up_that_meets_a_cancelled_wait_ends_the_next_one() -> None:
         task.cancel()
         await asyncio.wait({task})
         assert task.cancelled()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await waiter.wait()
 
     asyncio.run(main())
@@ -81,7 +81,7 @@ def test_a_cancelled_wait_leaves_the_others() -> None:
         await asyncio.wait({first})
         assert not second.done()
         waiter.wake()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await second
 
     asyncio.run(main())

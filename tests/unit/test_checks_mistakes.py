@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.check_kit import processes_started, write_model, write_prompts, write_run
+from tests.waits import LIMIT_S
 from tidemill.launch.cli import main as cli
 
 ANSWER_S = 2.0
@@ -329,7 +330,7 @@ def test_a_shell_gets_the_answer_too(tmp_path: Path, settings: tuple[str, ...]) 
     used_s = math.inf
     for _ in range(TRIES):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        result = subprocess.run(command, cwd=DOCS.parents[1], capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, cwd=DOCS.parents[1], capture_output=True, text=True, timeout=LIMIT_S)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used_s = min(used_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         if used_s < ANSWER_S:

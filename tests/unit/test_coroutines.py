@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.waits import turn, until
+from tests.waits import LIMIT_S, turn, until
 from tidemill.bus.system.coroutines import all_of, beside, ended, first_error, first_of, heard, to_the_end
 
 
@@ -41,7 +41,7 @@ async def test_an_error_is_raised_and_nothing_is_left_running() -> None:
 async def test_a_shielded_task_goes_on() -> None:
     event = asyncio.Event()
     task = asyncio.create_task(event.wait())
-    await first_of(asyncio.shield(task), asyncio.sleep(0))
+    await first_of(asyncio.shield(task), turn())
     assert not task.done()
     event.set()
     assert await task
@@ -95,7 +95,7 @@ async def test_a_cancellation_that_comes_together_with_the_error_of_a_call_is_ra
     answer = asyncio.get_running_loop().create_future()
 
     async def request() -> None:
-        await asyncio.wait_for(answer, 60)
+        await asyncio.wait_for(answer, LIMIT_S)
         raise KeyError("no responders")
 
     task = asyncio.create_task(heard(request()))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import LIMIT_S
 from tidemill.launch.cli.inputs import reached_at
 from tidemill.launch.cli.main import COMMANDS, INNER, _inner_parser, _parser, main
 
@@ -25,7 +26,7 @@ FAST = 0.5
 
 def tidemill(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tidemill", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "tidemill", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
     )
 
 
@@ -161,7 +162,9 @@ def test_modules_are_found_in_the_directory_a_command_is_started_in(tmp_path: Pa
     (tmp_path / "work" / "own_module_here.py").write_text("")
     command = [sys.executable, str(tmp_path / "bin" / "tidemill"), str(ROOT / "launch/configs/digits.yaml")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -185,7 +188,7 @@ def test_scripts_find_the_environment_beside_them(tmp_path: Path, script: str) -
     program.chmod(0o755)
     command = ["bash", str(tmp_path / f"launch/scripts/{script}.sh")]
     environment = {"PATH": "/usr/bin:/bin", "BUS": "nats://127.0.0.1:1"}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.stdout.splitlines()[-1:] == [f"started {script}"], result.stderr
 
 
@@ -195,7 +198,7 @@ def test_make_passes_arguments_on(target: str) -> None:
     if make is None:
         pytest.skip("no make")
     result = subprocess.run(
-        [make, "-n", target, "ARGS=--set learner.steps=20"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [make, "-n", target, "ARGS=--set learner.steps=20"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
     )
     (line,) = [line for line in result.stdout.splitlines() if "tidemill up" in line]
     assert line.endswith("--set learner.steps=20")

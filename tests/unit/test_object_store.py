@@ -14,6 +14,7 @@ from fsspec.registry import known_implementations
 
 from tests import flaky_store
 from tests.flaky_store import URL, FlakyFileSystem
+from tests.waits import LIMIT_S
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA
@@ -260,7 +261,7 @@ try:
 except TimeoutError as error:
     print(error)
 """
-    ended = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=True)
+    ended = subprocess.run([sys.executable, "-c", program], timeout=LIMIT_S, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("silent for 0.0") and not ended.stderr
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import rarely
+from tests.waits import LIMIT_S
 from tidemill.bus.system.output import Unwritable, _File, lossy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def test_libraries_may_print_into_a_closed_pipe_in_a_process_whose_output_is_a_l
         )
         reader, writer = os.pipe()
         os.close(reader)
-        ended = subprocess.run([sys.executable, "-c", code], stdout=writer, cwd=ROOT, check=False, timeout=60)
+        ended = subprocess.run([sys.executable, "-c", code], stdout=writer, cwd=ROOT, check=False, timeout=LIMIT_S)
         os.close(writer)
         assert ended.returncode == (75 if is_log else 1)
 

@@ -1,6 +1,5 @@
 """A page's numbers over a crash, its alarms, long texts of samples, and searches that let others run. No bus."""
 
-import asyncio
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import data_kit
+from tests.waits import turn
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.messages import Done, Fence, Sample, Turns
 from tidemill.bus.wire.rows import Capabilities, LiveRow
@@ -135,7 +135,7 @@ async def turns_of_others(work: Coroutine[Any, Any, object]) -> int:
     async def count() -> None:
         nonlocal turns
         while True:
-            await asyncio.sleep(0)
+            await turn()
             turns += 1
 
     async with beside(count()):

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from typing import Any
 
+from tests.waits import LIMIT_S
 from tidemill.bus.system.child_calls import encode_call, encode_frame, read_frame
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.rewards.processes import worker
@@ -24,7 +25,7 @@ async def test_a_call_that_is_cancelled_before_it_begins_has_a_reply_too() -> No
         encode_call(1, b"{}") + encode_frame({"id": 1, "cancel": True})
     )  # read together: the call has had no turn
     serving = asyncio.create_task(worker._serve_many(theirs, function, ProcessLimits()))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         reply = await read_frame(reader)
     assert reply is not None and (reply["id"], "CancelledError" in reply["failed"]) == (1, True)
     writer.close()

@@ -21,7 +21,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples, rarely
+from tests.examples import THOROUGH, examples, rarely
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
 from tidemill.bus.system.limits import ProcessLimits
@@ -324,8 +324,7 @@ HARD = [
 PATTERNS = [
     "(a+)+b",
     "[",
-    "(?P<n>.)",
-    *rarely(["(a|a)*$", "(.*)*x", "(?:a?){30}a{30}", "\\d+", "", "(?=(a+))a*b\\1", "\x00", "(x+x+)+y"]),
+    *rarely(["(?P<n>.)", "(a|a)*$", "(.*)*x", "(?:a?){30}a{30}", "\\d+", "", "(?=(a+))a*b\\1", "\x00", "(x+x+)+y"]),
 ]
 
 
@@ -450,7 +449,7 @@ async def test_any_answer_of_a_server_is_a_number_or_a_failure_with_a_reason(nam
             finally:
                 await made._calls.close()
 
-        @settings(max_examples=examples(100))
+        @settings(max_examples=100 if THOROUGH else 10)
         @given(STATUSES, BODIES)
         def one(status: int, body: bytes) -> None:
             answers.append((status, body))

@@ -158,7 +158,7 @@ async def test_a_server_that_does_not_answer_is_left_alone_for_a_while(monkeypat
                 await remote(request())
             begin = time.monotonic()
             many = [asyncio.ensure_future(remote(request())) for _ in range(20)]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await until(lambda: len(asked) >= calls.OPEN_AFTER + 3)
             assert time.monotonic() - begin > 2 * calls.OPEN_S, "one call at a time tries it"
             assert not any(one.done() for one in many)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.bus_kit import make_sample
+from tests.waits import LIMIT_S, turn
 from tidemill.learner.buffer.sample_index import SampleIndex, Unusable, index_of
 from tidemill.learner.feed import shard_reader
 from tidemill.learner.feed.shard_reader import RowSender
@@ -42,7 +43,7 @@ async def test_few_large_entries_wait_for_a_feeder_that_is_far_behind(field: str
                 for seq in range(1, 1000):
                     await sender.add(entry(seq, **{field: bytes(100_000)}), pending=0)
                     sender.flush()  # as its loop does
-                    await asyncio.sleep(0)
+                    await turn()
         sent = pipe.writer.transport.get_write_buffer_size()
         assert sent < 10 << 20
     finally:
@@ -59,7 +60,7 @@ async def test_an_entry_that_cannot_be_sent_ends_the_reader(monkeypatch: pytest.
         await sender.add(Unusable(1, "a1", "spans", "less", 2**64), pending=0)
         sender.passed(1)
         with pytest.raises(OverflowError):
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(LIMIT_S):
                 await sender.run()
     finally:
         pipe.other.close()

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refusal
-from tests.waits import turn, until
+from tests.waits import LIMIT_S, turn, until
 from tidemill.actors.episodes.programs.tools import (
     MAX_OUTPUT_BYTES,
     MAX_RESULT,
@@ -188,7 +188,7 @@ async def test_calls_that_hang_delay_no_other() -> None:
     assert found == ["Error: no result within 0.05 s"] * count and threads.hung == count
     assert await called("calculator", {"expression": "6*7"}, seconds=60.0, threads=threads) == "42"
     RELEASED.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await until(lambda: not threads.hung, every_s=0)  # a call that ends at last is hung no longer
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tests.bus_kit import make_task
 from tests.examples import THOROUGH
-from tests.waits import turn, until
+from tests.waits import LIMIT_S, turn, until
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.episode import Episode
@@ -295,7 +295,7 @@ async def play(seed: int) -> World:
             actors[number].result()
 
     async def until_over(work: Coroutine[Any, Any, None]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await work
 
     async def troubled() -> None:

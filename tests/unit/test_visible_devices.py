@@ -11,6 +11,7 @@ import pytest
 
 from tests.gpu_kit import MIB, environment, fake_nvidia_smi, row, uuid_of
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.bus import exit_codes
 from tidemill.launch.devices import visible
 from tidemill.launch.devices.shapes import DevicesUnreadable
@@ -185,4 +186,4 @@ def test_reading_them_loads_no_torch() -> None:
         "import sys, tidemill.launch.devices.visible, tidemill.launch.devices.placement; "
         "assert not {'torch', 'numpy', 'nats'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.receiver_app import staged, tiny_tensors
 from tests.refusals import refusal
+from tests.waits import LIMIT_S
 from tidemill.weightstore.format import checksums
 from tidemill.weightstore.format.checksums import (
     LANES,
@@ -139,7 +140,7 @@ def test_a_comparison_that_outlives_its_push_does_not_affect_the_next_weights() 
                 # tensors are read
             ):
                 read.set()
-                assert filled.wait(60)
+                assert filled.wait(LIMIT_S)
 
     def told(
         tensors: dict[str, torch.Tensor], names: tuple[str, ...]
@@ -151,7 +152,7 @@ def test_a_comparison_that_outlives_its_push_does_not_affect_the_next_weights() 
     staging = staged(one)
     thread = threading.Thread(target=staging.differences, args=(told(one, Slow(("w",))),), daemon=True)
     thread.start()
-    assert read.wait(60)
+    assert read.wait(LIMIT_S)
     staging.fill(two.items())
     filled.set()
     thread.join(60)

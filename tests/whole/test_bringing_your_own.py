@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestServer
 from tests.forked import Forked
 from tests.launched import run_tidemill
 from tests.tiny_models import write_tiny_model
+from tests.waits import LIMIT_S
 from tidemill.bus.wire.messages import Status
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.rewards.port import RewardRequest
@@ -109,7 +110,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     model = next(text for block, text in BLOCKS if block == "python" and "from_pretrained" in text)
     code = f"{model}\nprint(model.config.model_type, len(tokenizer.encode('seven')))"
     program = Forked(_execute, (code,), {}, tmp_path / "loaded", errors=tmp_path / "errors", cwd=tmp_path)
-    assert program.wait(120) == 0, (tmp_path / "errors").read_text()
+    assert program.wait(LIMIT_S) == 0, (tmp_path / "errors").read_text()
     assert (tmp_path / "loaded").read_text().startswith("qwen2 ")
 
 

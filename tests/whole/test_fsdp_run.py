@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors import safe_open
 
 from tests.whole.running import Up, assert_books_balance, up
@@ -29,6 +30,7 @@ def of_steps(run: Up) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_fsdp_takes_the_steps_of_megatron(tmp_path: Path) -> None:
     """Two ranks by one, from the same random weights: samples, gradients and updates are the same."""
     runs = {

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import pytest
+
 from tests import launched
 from tests.chaos.storm import drained_and_judged
 from tests.forked import Forked
 from tests.unhurried import UNHURRIED
-from tests.waits import until, until_gone
+from tests.waits import LIMIT_S, until, until_gone
 from tests.whole.running import assert_books_balance, live, until_step, up
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
@@ -67,7 +69,7 @@ async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
             ) as by_hand:
                 await until_seen(seen, "by-hand")
                 by_hand.send_signal(signal.SIGTERM)
-                assert await asyncio.to_thread(by_hand.wait, 60) == 0
+                assert await asyncio.to_thread(by_hand.wait, LIMIT_S) == 0
             assert (await asyncio.to_thread(launched.run_tidemill, *scale, "actors=1")).returncode == 0
             view = LiveView(bus)  # a row that its process could not remove stays
 
@@ -79,6 +81,7 @@ async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
         assert not verdict.dropped, "whoever drained lost nothing"
 
 
+@pytest.mark.slow
 async def test_a_host_that_has_nothing_but_the_bus_runs_engine_and_actor(tmp_path: Path) -> None:
     """It has no configuration and no shared directory: settings come from the bus, the model from the learner."""
     with up(tmp_path, "up.engines=0", "up.actors=0", "learner.steps=12") as run:
