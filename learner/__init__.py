@@ -2,16 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from tidemill.bus.public_names import public_names
+from tidemill import public_names
 
 if TYPE_CHECKING:
     from tidemill.learner.algorithms.aggregation import Denominators
     from tidemill.learner.algorithms.config import AlgorithmConfig
     from tidemill.learner.algorithms.policy_losses import PolicyLoss
-    from tidemill.learner.algorithms.ratios import log_ratio, sequence_means, spread
-    from tidemill.learner.algorithms.tokens import Tokens
+    from tidemill.learner.algorithms.tokens import Tokens, log_ratio, sequence_means, spread
     from tidemill.learner.backends.fsdp.family import Family, first_output
-    from tidemill.learner.backends.megatron.bridges.local_layers import LocalLayers
+    from tidemill.learner.backends.megatron.local_layers import LocalLayers
     from tidemill.learner.debug.train_file import read_train
     from tidemill.learner.filters import Decision, FilterBuffer, FilterGroup
     from tidemill.learner.trainer.hooks import BeforeLogProbs, BeforeStep
@@ -25,14 +24,14 @@ _MODULES = {
     "Family": "backends.fsdp.family",
     "FilterBuffer": "filters",
     "FilterGroup": "filters",
-    "LocalLayers": "backends.megatron.bridges.local_layers",
+    "LocalLayers": "backends.megatron.local_layers",
     "PolicyLoss": "algorithms.policy_losses",
     "Tokens": "algorithms.tokens",
     "first_output": "backends.fsdp.family",
-    "log_ratio": "algorithms.ratios",
+    "log_ratio": "algorithms.tokens",
     "read_train": "debug.train_file",
-    "sequence_means": "algorithms.ratios",
-    "spread": "algorithms.ratios",
+    "sequence_means": "algorithms.tokens",
+    "spread": "algorithms.tokens",
 }
 __all__ = [
     "AlgorithmConfig",

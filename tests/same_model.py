@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.learner_steps import make_batches
 from tidemill.bus.wire.messages import Sample
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.backends.megatron import convert
+from tidemill.learner.backends.megatron.backend import MegatronBackend
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.ranks.conversion import Conversion
 from tidemill.learner.settings.config import OptimizerConfig
@@ -95,7 +95,7 @@ def assert_weights(found: Mapping[str, Tensor], directory: Path) -> None:
 
 def assert_converts(directory: Path, scratch: Path, here: Any, *, bridge_class: str = "") -> None:
     """Assert that a checkpoint made of the files gives these files again, dtypes included."""
-    conversion = Conversion(convert, here, code_path=bridge_class)
+    conversion = Conversion(MegatronBackend(), here, code_path=bridge_class)
     conversion.to_checkpoint(directory, scratch / "checkpoint")
     conversion.to_model(scratch / "checkpoint", scratch / "again", directory)
     again, there = weights_in(scratch / "again"), weights_in(directory)

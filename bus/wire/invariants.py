@@ -11,16 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.bus.errors import WireError
-from tidemill.bus.wire.episode_limits import Budget, check_template_args
 from tidemill.bus.wire.messages import Partial, Plan, Sample, Span, Task, Timings, Turns, score_of
-from tidemill.bus.wire.names import RUN_NAME
 from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts
+from tidemill.bus.wire.task_settings import RUN_NAME, Budget, check_template_args
 
 # Largest absolute value of a reward, of each of its parts and of the score made of them.
 #
 # The largest number that a step makes of a reward is the squared norm of the gradient in float32, which ends at 3.4e38.
 # An advantage is at most two rewards (one less the mean of the others of its group), an unbounded importance weight
-# e^20 = 4.9e8 (``DELTA_BOUND`` of ``learner/algorithms/ratios.py``): (2 x 1e6 x 4.9e8)^2 = 9.4e29 leaves a factor of
+# e^20 = 4.9e8 (``DELTA_BOUND`` of ``learner/algorithms/tokens.py``): (2 x 1e6 x 4.9e8)^2 = 9.4e29 leaves a factor of
 # 19,000 for the norm of grad log pi. Sums and squares of the rewards themselves (means, the standard deviation of a
 # group) are far below. Rewards near the bound that differ by 1 still differ in float32, in which batches carry them.
 MAX_REWARD = 1e6

@@ -1,5 +1,8 @@
 """Checks of what one backend of the learner alone has or lacks: layouts, families, settings. Loads no torch."""
 
+import ast
+import functools
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,8 @@ from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.model_files import HEADS_SETTING, count_heads
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
-from tidemill.learner.layout.transformers_models import language_models
 from tidemill.learner.settings.backends import MEGATRON, NO_MTP
-from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
+from tidemill.learner.settings.backends import refusals as argument_refusals
 
 SETTING = "model.path"
 # Settings of the learner that divide a model.
@@ -116,3 +118,23 @@ def check_megatrons_critic(report: Report, config: RunConfig, values: Mapping[st
         want = f"false with a critic that has experts ({values['model_type']} in {path})"
         cure = "remove the setting, or use another critic"
         report.error("critic", "learner.offload_optimizer", want=want, got=True, cure=cure)
+
+
+_FILE, _NAMES = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+@functools.cache
+def language_models() -> frozenset[str]:
+    """Return the values of ``model_type`` with a language model in the installed transformers, read from its source.
+
+    Empty where it is not installed.
+    """
+    found = importlib.util.find_spec("transformers")
+    if found is None or not found.submodule_search_locations:
+        return frozenset()
+    source = Path(found.submodule_search_locations[0], _FILE).read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == _NAMES for target in node.targets):
+            assert isinstance(node.value, ast.Call)
+            return frozenset(name for name, _ in ast.literal_eval(node.value.args[0]))
+    raise ImportError(f"transformers has no {_NAMES} in {_FILE}")

@@ -14,8 +14,7 @@ from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.checkpoints.torch_dist import SETTING, TRACKER
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.lora import adapter_refusals
-from tidemill.learner.settings.schedule import unmatched
+from tidemill.learner.settings.optimizer import adapter_refusals, unmatched
 
 _DIRECT = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",

@@ -238,7 +238,7 @@ def score_by_learner(
     import torch
 
     from tidemill.learner.backends.megatron import groups
-    from tidemill.learner.backends.megatron.activations import module_outputs
+    from tidemill.learner.backends.megatron.backend import module_outputs
     from tidemill.learner.backends.megatron.model import build_policy
     from tidemill.learner.layout.parallel import choose_device
 

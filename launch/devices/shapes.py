@@ -9,7 +9,7 @@ from tidemill.bus import exit_codes
 from tidemill.bus.errors import DetailedError
 from tidemill.learner.layout.sizes import stage_layers
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.schedule import frozen_names
+from tidemill.learner.settings.optimizer import frozen_names
 
 HANDLES, BROADCAST, CUDA, NCCL, GLOO, AUTO, SGLANG = "handles", "broadcast", "cuda", "nccl", "gloo", "auto", "sglang"
 

@@ -14,9 +14,9 @@ from tidemill.launch.settings.run_config import RunConfig
 from tidemill.rewards.model_text import EndTokens
 
 if TYPE_CHECKING:
-    from tidemill.bus.wire.episode_limits import Budget
     from tidemill.bus.wire.messages import Sampling
     from tidemill.bus.wire.routed_experts import RoutedShape
+    from tidemill.bus.wire.task_settings import Budget
     from tidemill.learner.data import DataConfig
     from tidemill.learner.evaluation.evaluations import EvalPlan
     from tidemill.learner.feed.feed_keys import FeedKeys
@@ -162,7 +162,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:
     """Run one rank of a learner in this process (blocking). Returns its exit code. ``progress``: of ``RankPlaces``."""
     from tidemill.learner.feed.feed_client import SILENCE_S
-    from tidemill.learner.feed.feeder_settings import RankPlaces
+    from tidemill.learner.feed.feeder_settings import RankPlaces, RankSettings
 
     places = RankPlaces(
         run=config.run,
@@ -186,12 +186,14 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
     with importing():
         from tidemill.learner.ranks import rank
     return rank.main(
-        places,
-        learner=config.learner,
-        staleness=config.staleness,
-        weights=config.weights,
-        bus=config.bus,
-        debug=config.debug,
+        RankSettings(
+            places=places,
+            learner=config.learner,
+            staleness=config.staleness,
+            weights=config.weights,
+            bus=config.bus,
+            debug=config.debug,
+        )
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tidemill.actors.engines.address_checks import AddressChecker
 from tidemill.bus.client.addresses import AUTO, Reach, bare, is_wildcard, reach, route_to
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole
@@ -46,7 +46,7 @@ from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.own_row import here
 from tidemill.learner.nodes.rendezvous import refuse_public
 from tidemill.learner.ranks.process import NodePart, run_part
-from tidemill.learner.settings.checkpoint_store import SHARED
+from tidemill.learner.settings.config import SHARED
 
 LONG_WAIT_S = 300.0  # Seconds that an agent waits for a bus that is started after it
 # Settings of a rank, as variables: the addresses at which engines reach the part of the weights that it sends.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tidemill.learner.algorithms.ratios import log_ratio
+from tidemill.learner.algorithms.tokens import log_ratio
 
 MOST_ROLES = 1024
 """Maximum number of baselines of a run: a key with a value for each prompt would make one for each sample."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tidemill.learner.algorithms.ratios import (
+from tidemill.learner.algorithms.tokens import (
     DELTA_BOUND,
     prefix_sums,
     running_sums,

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.learner.algorithms.aggregation import TokenLoss
-from tidemill.learner.algorithms.ratios import DELTA_BOUND, log_ratio
-from tidemill.learner.algorithms.tokens import Tokens
+from tidemill.learner.algorithms.tokens import DELTA_BOUND, Tokens, log_ratio
 
 MAX_LAG_BUCKETS = 16
 """Lags of this many steps or more share the bucket ``over``."""

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tidemill.learner.algorithms.advantages import whitened_rows
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.ratios import log_ratio
-from tidemill.learner.algorithms.tokens import Tokens
+from tidemill.learner.algorithms.tokens import Tokens, log_ratio
 
 
 def recurrence(terms_T: Tensor, factors_T: Tensor) -> Tensor:

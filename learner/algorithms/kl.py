@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tidemill.learner.algorithms.ratios import log_ratio
+from tidemill.learner.algorithms.tokens import log_ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,15 @@ from tidemill.learner.algorithms.choices import BY_COVARIANCE, OFFERED, OWN_ARGU
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.kl import corrected_kl, kl_T, top_k_divergence
 from tidemill.learner.algorithms.policy_losses import LOSS_FUNCTIONS, CovarianceCut
-from tidemill.learner.algorithms.ratios import DELTA_BOUND, log_ratio, sequence_sums
-from tidemill.learner.algorithms.tokens import RewardParts, Tokens, TurnColumns, given
+from tidemill.learner.algorithms.tokens import (
+    DELTA_BOUND,
+    RewardParts,
+    Tokens,
+    TurnColumns,
+    given,
+    log_ratio,
+    sequence_sums,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,15 @@ from torch import Tensor
 from tidemill.learner.algorithms.aggregation import sft_loss
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.correction import binary_kl_moved, total_variation_outside
-from tidemill.learner.algorithms.ratios import log_ratio, prefix_sums, sequence_means, sequence_sums, spread
-from tidemill.learner.algorithms.tokens import Tokens, given
+from tidemill.learner.algorithms.tokens import (
+    Tokens,
+    given,
+    log_ratio,
+    prefix_sums,
+    sequence_means,
+    sequence_sums,
+    spread,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from tidemill.learner.algorithms.gae_vtrace import gae, recurrence
-from tidemill.learner.algorithms.ratios import prefix_sums, running_sums, sequence_sums
-from tidemill.learner.algorithms.tokens import Tokens
+from tidemill.learner.algorithms.tokens import Tokens, prefix_sums, running_sums, sequence_sums
 
 
 def turn_returns(rewards_N: Tensor, turn_rewards_C: Tensor, turn_samples_C: Tensor, *, gamma: float) -> Tensor:

@@ -1,7 +1,14 @@
-"""Inputs of an objective: the tokens of a packed row, and the turns and reward parts of a step. Knows no batch."""
+"""Inputs of an objective: the tokens of a packed row with their log-ratios, sums over sequences, and the turns and
+reward parts of a step. Pure; knows no batch. Shape letters: T = tokens of the row, N = samples of the step.
+
+Notation of the field: ``mu`` is the distribution the engine sampled from, ``pi_prox`` (also ``pi_old``) the policy that
+an update starts from, ``pi_theta`` the policy with gradient, ``delta = log pi - log mu``. ``sample_T`` is the index of
+a token's sample in the step, 0..N-1, and -1 in padding; the tokens of a sample are neighbours and all in one row.
+"""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -70,3 +77,64 @@ def given(values: Tensor | None) -> Tensor:
     """Return log-probs, entropies or scores that the config needs, so that the caller has computed them."""
     assert values is not None, "an input that the config needs is missing"
     return values
+
+
+DELTA_BOUND = 20.0
+"""Log-ratios are clamped to +-20 before exp: e^20 is outside every clip, and finite. Source: verl's SAFETY_BOUND."""
+
+
+def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Return ``log p - log q`` clamped to +-20; exactly 0, with exactly 0 gradient, where the mask is False.
+
+    Both inputs are masked *before* they are subtracted: NaN or infinity behind the mask reaches neither value nor
+    gradient.
+    """
+    numerator_T = torch.where(mask_T, numerator_T, 0.0)
+    denominator_T = torch.where(mask_T, denominator_T, 0.0)
+    return (numerator_T - denominator_T).clamp(-DELTA_BOUND, DELTA_BOUND)
+
+
+def sequence_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
+    """Return the sum of each sample's unmasked values, [N]; 0 for a sample that is not in this row."""
+    values_T = torch.where(mask_T, values_T, 0.0)
+    # Padding (-1) is added to sample 0, as 0: it is never trainable.
+    return values_T.new_zeros(num_samples).index_add(0, sample_T.clamp(min=0), values_T)
+
+
+def sequence_means(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
+    """Return the mean of each sample's unmasked values, [N]; 0 for a sample without any."""
+    ones_T = torch.ones_like(values_T)
+    counts_N = sequence_sums(ones_T, mask_T, sample_T, num_samples).clamp(min=1)
+    return sequence_sums(values_T, mask_T, sample_T, num_samples) / counts_N
+
+
+def running_sums(values_T: Tensor) -> Tensor:
+    """Return ``values.cumsum(0)``, by doubling: log T additions of shifted tensors.
+
+    torch.cumsum of floating-point numbers has no deterministic kernel on CUDA, so it raises in the learner's
+    deterministic mode.
+    Sources: Hillis, Steele 1986 (the scan); the documentation of ``torch.use_deterministic_algorithms``.
+    """
+    step = 1
+    while step < len(values_T):
+        values_T = torch.cat([values_T[:step], values_T[step:] + values_T[:-step]])
+        step *= 2
+    return values_T
+
+
+def prefix_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
+    """Return the sum of a sample's unmasked values up to and including each token, [T]; 0 where masked."""
+    values_T = torch.where(mask_T, values_T, 0.0)
+    # float64: the sum runs over the whole row, and a prefix is the difference of two of its values.
+    running_T = running_sums(values_T.double())
+    at_T = torch.arange(len(values_T), device=values_T.device)
+    first_N = at_T.new_full((num_samples,), len(values_T)).scatter_reduce(0, sample_T.clamp(min=0), at_T, "amin")
+    before_T = (running_T - values_T.double())[first_N[sample_T.clamp(min=0)]]
+    return torch.where(mask_T, (running_T - before_T).to(values_T.dtype), 0.0)
+
+
+def spread(values_N: Tensor, sample_T: Tensor) -> Tensor:
+    """Return the value of each token's sample, [T]; 0 in padding."""
+    return torch.where(
+        sample_T >= 0, values_N[sample_T.clamp(min=0)], torch.zeros((), dtype=values_N.dtype, device=values_N.device)
+    )

@@ -17,6 +17,20 @@ from tidemill.bus.wire.codec import decode_sample
 from tidemill.bus.wire.messages import Kind, Prompt, Sample, Sampling, SequenceSize, Span, Status, Timings, Turns
 from tidemill.bus.wire.routed_experts import RoutedShape, unknown_rows
 
+
+class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How samples are checked, and what of them the feeder gets."""
+
+    vocab_size: int | None = None
+    """Number of token ids of the model; None = not known."""
+    routed: RoutedShape | None = None
+    """Sizes of the model's routing; None = no experts are replayed."""
+    with_data: bool = False
+    """True if the feeder itself reads the tokens of samples, as filters do."""
+    with_metadata: bool = False
+    """True if ranks may ask for the metadata of samples."""
+
+
 NO_TEACHER = -1
 """Value of ``SampleIndex.teacher_top_k`` for a sample without scores of a teacher."""
 OVERRIDDEN, MALFORMED = "overridden_sampling", "malformed_calls"

@@ -17,7 +17,7 @@ from typing import Any
 from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import StoreFailed
-from tidemill.learner.settings.checkpoint_store import OF_THIS_MACHINE, masked, protocol_of
+from tidemill.learner.settings.config import OF_THIS_MACHINE, masked, protocol_of
 
 OWNER = "owner.json"  # object with the identity of the run that the checkpoints beside it belong to
 UNNAMED = ("", "?")  # owners of a store that names no run: it has no such object, or one that cannot be read

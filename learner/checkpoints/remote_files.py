@@ -6,7 +6,6 @@ A damaged or missing block is logged. ``complete`` copies whole files to this di
 
 import http.client
 import io
-import json
 import logging
 import os
 import shutil
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote, urlsplit
+
+import msgspec
 
 from tidemill.bus.errors import DetailedError
 from tidemill.bus.system.files import sync
@@ -280,20 +281,22 @@ def manifest_bytes(directory: Path, client: PeerClient, *, sha256: str = "") -> 
     )
 
 
+class Held(msgspec.Struct):
+    """Answer of a node's server: the files of every checkpoint that it has."""
+
+    node: int
+    held: dict[str, list[str]]
+
+
 def held_by(client: PeerClient, peer: Peer) -> dict[str, list[str]]:
     """Return the files of every checkpoint that a node has. Raises PeerFailed, also for an answer of another shape."""
     try:
-        answer = json.loads(client.get(peer, PATH, most_bytes=MOST_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise PeerFailed(peer, f"want JSON from {PATH}, got {error}") from None
-    checkpoints = answer.get("held") if isinstance(answer, dict) else None
-    if not isinstance(checkpoints, dict) or answer.get("node") != peer.node:
-        raise PeerFailed(peer, f"want the checkpoints of node {peer.node}, got {str(answer)[:80]}")
-    if not all(
-        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in checkpoints.values()
-    ):
-        raise PeerFailed(peer, f"want lists of files, got {str(checkpoints)[:80]}")
-    return checkpoints
+        answer = msgspec.json.decode(client.get(peer, PATH, most_bytes=MOST_BYTES), type=Held)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise PeerFailed(peer, f"want lists of files from {PATH}, got {error}") from None
+    if answer.node != peer.node:
+        raise PeerFailed(peer, f"want the checkpoints of node {peer.node}, got those of node {answer.node}")
+    return answer.held
 
 
 def remove_leftovers(root: Path) -> None:

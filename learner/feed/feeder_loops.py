@@ -45,7 +45,7 @@ from tidemill.learner.feed.restart import Restored, peers_of, verified
 from tidemill.learner.feed.shard_readers import readers_of
 from tidemill.learner.feed.trained_records import TrainedRecords
 from tidemill.learner.prompts.prompt_file import PromptFile
-from tidemill.learner.settings.checkpoint_store import MOST_PENDING
+from tidemill.learner.settings.config import MOST_PENDING
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 log = logging.getLogger(__name__)

@@ -8,15 +8,14 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.failures import UNTRAINED_SHARE, Senders
 from tidemill.learner.buffer.plans import is_filtered
-from tidemill.learner.buffer.senders import Senders
 from tidemill.learner.errors import NoProgress
 from tidemill.learner.evaluation.evaluations import Evaluations
 from tidemill.learner.feed.copies import Copies
 from tidemill.learner.feed.data_metrics import EpisodeAge
-from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.filtering import Filtering
 from tidemill.learner.feed.intake import Intake

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.bus.config import BusConfig
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling
 from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.sample_index import ReadOptions
 from tidemill.learner.data import DataConfig, FilterConfig, identity_of
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.evaluations import EvalPlan
-from tidemill.learner.feed.read_options import ReadOptions
 from tidemill.learner.prompts.prompt_file import PromptFile
-from tidemill.learner.settings.checkpoint_store import LOCAL
-from tidemill.learner.settings.config import ROLLOUT, LearnerConfig, StalenessConfig
+from tidemill.learner.settings.config import LOCAL, ROLLOUT, LearnerConfig, StalenessConfig
 from tidemill.learner.settings.step_settings import record_of
+from tidemill.weightstore.config import WeightsConfig
 
 if TYPE_CHECKING:  # it loads zmq, which commands without a learner do not have
     from tidemill.learner.feed.feed_keys import FeedKeys
@@ -69,6 +69,18 @@ class RankPlaces:
     """Snapshots of versions are kept here."""
     final_dir: Path
     """The trained model is written here, in Hugging Face format, after the last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """The sections of the run that a rank reads, and its places."""
+
+    places: RankPlaces
+    learner: LearnerConfig
+    staleness: StalenessConfig
+    weights: WeightsConfig
+    bus: BusConfig
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
 
 _OF_THE_LEARNER = (

@@ -19,14 +19,13 @@ from tidemill.bus.streams.dead import REQUEUE
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Dead, Plan, Requeue
-from tidemill.bus.wire.shards import Position
+from tidemill.bus.wire.subjects import Position
 from tidemill.learner.buffer.arrivals import Disposition
 from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.failures import FailingTasks, Senders, describe_invalid
 from tidemill.learner.buffer.sample_index import SampleIndex, Unusable
-from tidemill.learner.buffer.senders import Senders, describe_invalid
 from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.evaluations import Evaluations
-from tidemill.learner.feed.failing_tasks import FailingTasks
 from tidemill.learner.feed.restart import RecordAt
 from tidemill.learner.feed.shard_readers import SampleReaders
 from tidemill.learner.prompts.prompt_file import PromptFile

@@ -1,29 +1,34 @@
-"""Feeder of recorded steps: the steps in files, or those of another run, are fed to the ranks.
+"""Feeder of recorded steps: the steps in files, or those that the learner of another run plans, are fed to the ranks.
 
     files of debug.load_rollout -> plan for this layout -> batches -> ranks (ZMQ);  done <- rank 0 -> log PLAN
-    run debug.shadow_of ---------^
+    run debug.shadow_of ---------^   its PLAN -> plan of step k -> its samples by their sequences
 
 Consumes each step and the reports of rank 0; produces batches and Done records. Waits for ranks that request steps, and
-for steps. It ends when the last step is done, or when it is drained. It reads no samples from the bus and writes no
-checkpoint: a restart begins at step 1.
+for steps. It ends when the last step is done, or when it is drained. It reads no samples from its own run's streams and
+writes no checkpoint: a restart begins at step 1.
+
+Of the other run it writes nothing: no consumer, lease, cursor or row of it changes, and trimming does not wait. A
+shadow that falls so far behind that samples are trimmed ends.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.errors import NotFound
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import cancellable, first_of
+from tidemill.bus.wire.messages import Plan, Sample
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.plans import GENESIS
 from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.debug.rollout_file import DumpedRollout, Packing, load_rollout, planned_again
-from tidemill.learner.errors import FeedError
+from tidemill.learner.errors import FeedError, SamplesGone
 from tidemill.learner.feed.data_metrics import facts_of
 from tidemill.learner.feed.feed_messages import FeedStart, encode_batch, encode_metadata
 from tidemill.learner.feed.feed_server import FeedServer, Frames
@@ -33,8 +38,59 @@ from tidemill.learner.feed.feeder_row import BEAT_S
 from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.outcomes import record_done, record_end, remove_end
 from tidemill.learner.feed.restart import verified
-from tidemill.learner.feed.shadow_steps import ShadowSteps
 from tidemill.weightstore.store.registry import VersionRegistry
+
+_AT_ONCE = 32  # Samples that are requested at a time
+
+
+class ShadowSteps:
+    """The steps of the run behind ``after_step``, in order."""
+
+    def __init__(self, run: Bus, *, after_step: int) -> None:
+        self._run, self._last = run, after_step
+        self._plans = self._planned()
+
+    async def read(self) -> DumpedRollout:
+        """Return the next step, once it is planned. Raises SamplesGone when it was trimmed."""
+        plan = await anext(self._plans)
+        return DumpedRollout(
+            run=self._run.run, plan=plan, samples=await self._samples(plan), token_limits=await self._limits(plan)
+        )
+
+    async def _planned(self) -> AsyncIterator[Plan]:
+        async for _, record in self._run.plans.follow():
+            if isinstance(record, Plan) and record.step > self._last:
+                if record.step > self._last + 1:
+                    raise SamplesGone(self._run.run, self._last + 1, f"PLAN begins with step {record.step}")
+                self._last = record.step
+                yield record
+
+    async def _samples(self, plan: Plan) -> Sequence[Sample]:
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def fetch(seq: int) -> Sample:
+            async with limit:
+                return await self._run.retry(partial(self._run.samples.fetch, seq))
+
+        try:
+            return await asyncio.gather(*[fetch(seq) for seq in plan.seqs.tolist()])
+        except NotFound:
+            raise SamplesGone(self._run.run, plan.step, "samples of it are trimmed from SAMPLES") from None
+
+    async def _limits(self, plan: Plan) -> dict[int, int]:
+        """Return the bound of sampled tokens of every task that has a budget of them and is still in TASKS."""
+        limits = dict[int, int]()
+        if not self._run.config.rollouts:
+            return limits
+        for task_id in plan.tasks.tolist():
+            try:
+                task = await self._run.retry(partial(self._run.tasks.fetch, task_id))
+            except NotFound:
+                raise SamplesGone(self._run.run, plan.step, f"task {task_id} of it is trimmed from TASKS") from None
+            if task.budget is not None and task.budget.tokens:
+                limits[task_id] = task.budget.tokens
+        return limits
+
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from tidemill.bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
 from tidemill.bus.wire.rows import VersionRow
 from tidemill.bus.wire.subjects import SETTINGS_KEY
 from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.failures import Senders, refused_before
 from tidemill.learner.buffer.ledger import ROWS, read_state
 from tidemill.learner.buffer.rules import DataRules
-from tidemill.learner.buffer.senders import Senders, refused_before
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 from tidemill.learner.checkpoints.object_store import ObjectStore

@@ -24,19 +24,19 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import ended, to_the_end
 from tidemill.bus.system.processes import Child
 from tidemill.bus.wire.messages import Cursor
+from tidemill.learner.buffer.sample_index import ReadOptions
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feeder_settings import FeederSettings
-from tidemill.learner.feed.read_options import ReadOptions
-from tidemill.learner.feed.reader_messages import (
+from tidemill.learner.feed.shard_reader import (
     FROM_READER,
     Failed,
     Opened,
     ReadRequest,
     Rows,
+    entry_of,
     frame,
     next_frame,
 )
-from tidemill.learner.feed.shard_reader import entry_of
 
 SILENT_S = 60.0
 """Time in seconds without anything from a reader that has begun after which it counts as frozen."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tidemill.bus.wire.model_values import language_values
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.schedule import frozen_names
+from tidemill.learner.settings.optimizer import frozen_names
 
 INDEX = "model.safetensors.index.json"
 _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")

@@ -60,7 +60,6 @@ def attempt_of(value: JsonObject) -> Attempt:
 
 
 def row_value(row: NodeRow | Attempt) -> JsonObject:
-    """Return a row as JSON has it."""
     value: JsonObject = json.loads(msgspec.json.encode(row))
     return value
 

@@ -99,7 +99,6 @@ class PromptTokenizer:
             raise CannotRender(f"rejected by the tokenizer: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
         return self._decode(list(ids))
 
 

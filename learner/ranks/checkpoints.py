@@ -34,7 +34,7 @@ from tidemill.learner.checkpoints.staged_files import HostCopies, Staged, files_
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feeder_settings import RankPlaces
-from tidemill.learner.settings.checkpoint_store import SHARED, CheckpointConfig
+from tidemill.learner.settings.config import SHARED, CheckpointConfig
 from tidemill.learner.trainer.backend import AnyBackend, Policy
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels
 from tidemill.learner.trainer.optimizer import Optimizer

@@ -8,9 +8,9 @@ import pickle
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.backends.choice import open_backend
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.settings.backends import FSDP
-from tidemill.learner.trainer import kept_tensors
-from tidemill.learner.trainer.adapter_files import ADAPTER, write_adapter
-from tidemill.learner.trainer.backend import Policy, named_dtype
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.trainer import exports
+from tidemill.learner.trainer.backend import AnyBackend, Policy, named_dtype
+from tidemill.learner.trainer.exports import ADAPTER, write_adapter
 from tidemill.weightstore.format.manifest import Manifest
 
 _ERRORS: tuple[type[BaseException], ...] = (
@@ -33,32 +34,18 @@ _ERRORS: tuple[type[BaseException], ...] = (
     *(EOFError, RuntimeError, KeyError, ValueError),
 )
 """Errors of torch for damaged files."""
+_JOINED_S = 60.0
+"""Longest time in which this process joins itself, in seconds."""
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes by their names in the headers of safetensors."""
-
-
-class Converter(Protocol):
-    """A backend's module ``convert``: its models and checkpoints in this process alone."""
-
-    ERRORS: tuple[type[Exception], ...]
-    """Errors of damaged files that its libraries have beside those of torch."""
-
-    def one_process(self) -> AbstractContextManager[Parallel]:
-        """Form the groups of this process alone, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
-
-    def read(self, checkpoint: Path, model_dir: Path, ranks: Parallel, *, code_path: str = "") -> tuple[Policy, int]:
-        """Return a model with the weights of a checkpoint, and its step. Raises ConfigRefused for another model."""
-
-    def write(self, directory: Path, model_dir: Path, ranks: Parallel, *, dtype: str, code_path: str = "") -> None:
-        """Write the weights of a model directory as a checkpoint without a manifest. Raises ConfigRefused, OSError."""
 
 
 class Conversion:
     """Models and checkpoints of one backend, with the groups of this process."""
 
-    def __init__(self, converter: Converter, ranks: Parallel, *, code_path: str = "") -> None:
-        """``ranks``: of the converter's ``one_process``. ``code_path``: of the user's bridge or family."""
-        self._converter, self._ranks, self._code_path = converter, ranks, code_path
+    def __init__(self, backend: AnyBackend, ranks: Parallel, *, code_path: str = "") -> None:
+        """``ranks``: of this process alone. ``code_path``: of the user's bridge or family."""
+        self._backend, self._ranks, self._code_path = backend, ranks, code_path
 
     def to_model(self, checkpoint: Path, out: Path, model_dir: Path) -> int:
         """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns its
@@ -70,7 +57,7 @@ class Conversion:
         policy, step = self._read(checkpoint, model_dir)
         tensors = dict(policy.export())
         manifest = Manifest.of(tensors.items())
-        kept_tensors.write_model(out, tensors, version=-1, step=step, model_dir=model_dir, manifest=manifest)
+        exports.write_model(out, tensors, version=-1, step=step, model_dir=model_dir, manifest=manifest)
         if policy.adapters is not None:
             write_adapter(out / ADAPTER, dict(policy.export_adapters()), policy.adapters.config, model_dir)
         return step
@@ -88,7 +75,7 @@ class Conversion:
         aside = out.with_name(f"{out.name}-{nonce()}.tmp")
         aside.mkdir(parents=True)
         try:
-            self._converter.write(aside, model_dir, self._ranks, dtype=dtype, code_path=self._code_path)
+            self._backend.write_checkpoint(aside, model_dir, self._ranks, dtype=dtype, code_path=self._code_path)
             disk.commit(aside, b"", extra={"step": 0, "world": 1}).rename(out)
         except (LearnerError, OSError):
             shutil.rmtree(aside, ignore_errors=True)
@@ -96,16 +83,21 @@ class Conversion:
 
     def _read(self, checkpoint: Path, model_dir: Path) -> tuple[Policy, int]:
         _verify(checkpoint)
-        with _readable(checkpoint, *self._converter.ERRORS):
-            return self._converter.read(checkpoint, model_dir, self._ranks, code_path=self._code_path)
+        with _readable(checkpoint, *self._backend.damaged):
+            return self._backend.read_model(checkpoint, model_dir, self._ranks, code_path=self._code_path)
 
 
 @contextmanager
 def one_process(kind: str, *, code_path: str = "") -> Iterator[Conversion]:
-    """Open the conversion of a backend's files, with the groups of this process alone. Raises ConfigRefused."""
-    converter = _open_converter(kind)
-    with converter.one_process() as ranks:
-        yield Conversion(converter, ranks, code_path=code_path)
+    """Open the conversion of a backend's files, with the groups of this process alone, by RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT. Raises ConfigRefused.
+    """
+    backend = open_backend(kind)
+    ranks = backend.join(LearnerConfig(), device=torch.device("cpu"), timeout_s=_JOINED_S)
+    try:
+        yield Conversion(backend, ranks, code_path=code_path)
+    finally:
+        backend.leave()
 
 
 def kind_of(checkpoint: Path) -> str:
@@ -113,16 +105,6 @@ def kind_of(checkpoint: Path) -> str:
     _verify(checkpoint)
     with _readable(checkpoint):
         return disk.written_by(checkpoint)
-
-
-def _open_converter(kind: str) -> Converter:
-    if kind == FSDP:
-        from tidemill.learner.backends.fsdp import convert as fsdp
-
-        return fsdp
-    from tidemill.learner.backends.megatron import convert as megatron
-
-    return megatron
 
 
 def _verify(checkpoint: Path) -> None:

@@ -21,32 +21,29 @@ import torch
 import torch.distributed as dist
 
 from tidemill.bus import exit_codes
-from tidemill.bus.config import BusConfig
 from tidemill.learner.algorithms.alarms import AlarmWatch, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective
+from tidemill.learner.backends.choice import backend_for
 from tidemill.learner.batch.batch import StepBatch
-from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.errors import AlarmStop
 from tidemill.learner.feed.feed_client import FeedClient, Heartbeats, note_step
 from tidemill.learner.feed.feed_messages import FeedEnd, FeedStart, Last
-from tidemill.learner.feed.feeder_settings import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces, RankSettings
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import StepFlops
-from tidemill.learner.ranks.backends import open_backend
 from tidemill.learner.ranks.checkpoints import Checkpoints
 from tidemill.learner.ranks.debugging import Meter, RankDebug, WaitClock, agreed
 from tidemill.learner.ranks.pushes import AllTheTime, Pushes, TurnByTurn
 from tidemill.learner.ranks.saved_models import SavedModels
 from tidemill.learner.ranks.weight_parts import WeightParts
-from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.step_settings import StepSettings
 from tidemill.learner.trainer.backend import AnyBackend, Policy
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup, open_reference
 from tidemill.learner.trainer.critic import open_critic
 from tidemill.learner.trainer.trainer import Trainer
-from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -56,29 +53,15 @@ LONG_ROW_TOKENS = 2048
 """Maximum tokens for attention in float32 on CUDA, which keeps a score for every pair, in every head and layer."""
 
 
-def main(
-    places: RankPlaces,
-    *,
-    learner: LearnerConfig,
-    staleness: StalenessConfig,
-    weights: WeightsConfig,
-    bus: BusConfig,
-    debug: DebugConfig | None = None,
-) -> int:
+def main(settings: RankSettings) -> int:
     """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Returns the process's exit code."""
-    return exit_codes.run(partial(_take_steps, places, learner, staleness, weights, bus, debug or DebugConfig()), log)
+    return exit_codes.run(partial(_take_steps, settings), log)
 
 
-def _take_steps(
-    places: RankPlaces,
-    learner: LearnerConfig,
-    staleness: StalenessConfig,
-    weights: WeightsConfig,
-    bus: BusConfig,
-    debug: DebugConfig,
-) -> None:
+def _take_steps(settings: RankSettings) -> None:
+    places, learner = settings.places, settings.learner
     with ExitStack() as stack:
-        backend = open_backend(learner, places.model_dir, megatron_checkpoint=places.megatron_checkpoint is not None)
+        backend = backend_for(learner, places.model_dir, megatron_checkpoint=places.megatron_checkpoint is not None)
         here, rank = _join(stack, backend, learner), None
 
         def collect(waits_for: str) -> None:
@@ -93,7 +76,7 @@ def _take_steps(
                 Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s)
             )
         feed = stack.enter_context(_feed_client(places, here, learner.algorithm, on_wait=collect))
-        start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
+        start = _start_of_turns(here, feed, settings) if learner.colocated else None
         policy = backend.open_policy(
             learner,
             places.model_dir,
@@ -101,13 +84,12 @@ def _take_steps(
             dtype=_chosen_dtype(learner, here),
             initial=places.megatron_checkpoint,
         )
+        root = places.final_dir.parent
         tools = RankDebug(
-            debug, learner, backend=backend, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent
+            settings.debug, learner, backend=backend, policy=policy, model_dir=places.model_dir, root=root
         )
         stack.callback(tools.close)
-        rank = Rank(
-            places, backend, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools
-        )
+        rank = Rank(settings, backend, policy, feed, tools)
         rank.run(start)
 
 
@@ -162,19 +144,18 @@ def _feed_client(
     )
 
 
-def _start_of_turns(
-    here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig
-) -> FeedStart:
+def _start_of_turns(here: Parallel, feed: FeedClient, settings: RankSettings) -> FeedStart:
     """Wait until colocated engines have released their memory. Returns the feeder's start. Fenced, BusUnavailable."""
     start = feed.hello()
     if here.rank == 0:
+        places = settings.places
         publisher = Publisher(
-            weights,
+            settings.weights,
             bus_url=places.bus_url,
             run=places.run,
             epoch=start.epoch,
             directory=places.snapshots,
-            bus_config=bus,
+            bus_config=settings.bus,
         )
         try:
             publisher.start()
@@ -189,18 +170,10 @@ class Rank:
     """One rank from its handshake to its end."""
 
     def __init__(
-        self,
-        places: RankPlaces,
-        backend: AnyBackend,
-        policy: Policy,
-        feed: FeedClient,
-        *,
-        learner: LearnerConfig,
-        staleness: StalenessConfig,
-        weights: WeightsConfig,
-        bus: BusConfig,
-        debug: RankDebug,
+        self, settings: RankSettings, backend: AnyBackend, policy: Policy, feed: FeedClient, debug: RankDebug
     ) -> None:
+        places, learner = settings.places, settings.learner
+        staleness, weights = settings.staleness, settings.weights
         self._places, self._policy, self._feed, self._learner = places, policy, feed, learner
         self._backend = backend
         self._push_every = weights.push_every
@@ -220,7 +193,7 @@ class Rank:
             self._parts,
             feed,
             places,
-            bus=bus,
+            bus=settings.bus,
             weights=weights,
             wait=staleness.max_lag == 0 or not weights.overlap,
             colocated=learner.colocated,

@@ -20,9 +20,9 @@ from torch import Tensor
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.ranks.weight_parts import WeightParts
-from tidemill.learner.trainer import kept_tensors
-from tidemill.learner.trainer.adapter_files import ADAPTER, write_adapter
+from tidemill.learner.trainer import exports
 from tidemill.learner.trainer.backend import Policy
+from tidemill.learner.trainer.exports import ADAPTER, write_adapter
 from tidemill.weightstore.format.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class SavedModels:
         adapter = {} if self._policy.adapters is None else dict(self._policy.export_adapters())
         directory = self._places.final_dir
         try:
-            kept_tensors.write_model(
+            exports.write_model(
                 directory, tensors, version=version, step=step, model_dir=self._places.model_dir, manifest=manifest
             )
         finally:
@@ -93,7 +93,7 @@ class SavedModels:
         directory = self._root / f"step-{step}"
         try:
             if not directory.exists():  # a repeated step has the same weights
-                kept_tensors.write_model(
+                exports.write_model(
                     directory, tensors, version=-1, step=step, model_dir=self._places.model_dir, manifest=manifest
                 )
             if not (directory / ADAPTER).exists():

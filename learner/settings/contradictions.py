@@ -3,9 +3,8 @@
 from typing import TYPE_CHECKING
 
 from tidemill.learner.algorithms.choices import BY_CRITIC, OF_GROUPS, OF_TURNS
-from tidemill.learner.settings.backends import FSDP, MEGATRON, NO_MTP, OF_MEGATRON, megatron_settings
-from tidemill.learner.settings.megatron_arguments import refuse_untried
-from tidemill.learner.settings.schedule import FALLING
+from tidemill.learner.settings.backends import FSDP, MEGATRON, NO_MTP, OF_MEGATRON, megatron_settings, refuse_untried
+from tidemill.learner.settings.optimizer import FALLING
 
 if TYPE_CHECKING:
     from tidemill.learner.settings.config import LearnerConfig

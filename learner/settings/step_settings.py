@@ -20,7 +20,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 
 FORMER: Mapping[str, str] = {
     "vtrace_rho": "vtrace.rho",
@@ -129,7 +129,6 @@ class StepSettings:
 
     @classmethod
     def read(cls, record: JsonMapping) -> "StepSettings":
-        """Return the settings of a record."""
         values = {field.name: record["learner"][field.name] for field in dataclasses.fields(cls)}
         values["algorithm"] = with_sections(values["algorithm"])
         return typing.cast(StepSettings, section.read(cls, values, "learner"))

@@ -13,8 +13,7 @@ from tidemill.learner.algorithms.choices import RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.gae_vtrace import with_token_advantages
 from tidemill.learner.algorithms.objective import Objective
-from tidemill.learner.algorithms.ratios import sequence_sums
-from tidemill.learner.algorithms.tokens import Tokens
+from tidemill.learner.algorithms.tokens import Tokens, sequence_sums
 from tidemill.learner.trainer.adaptive import Adaptive
 from tidemill.learner.trainer.critic import Critic
 from tidemill.learner.trainer.passes import Passes

@@ -9,10 +9,10 @@ experts, K = experts of a token.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
 from tidemill.learner.trainer.memory import Memory
 from tidemill.learner.trainer.optimizer import Optimizer
 
@@ -255,13 +254,17 @@ O = TypeVar("O", bound=Optimizer)
 
 
 class Backend(Protocol[P, O]):
-    """One way to train models, from the processes' point of view. Opened by ``open_backend`` of ``learner.ranks``."""
+    """One way to train models, from the processes' point of view. Opened by ``learner.backends.choice``."""
 
     def join(self, learner: LearnerConfig, *, device: torch.device, timeout_s: float) -> Parallel:
         """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Raises ValueError for another number."""
 
     def leave(self) -> None:
         """Destroy the process groups, without waiting for the other ranks."""
+
+    @property
+    def damaged(self) -> tuple[type[Exception], ...]:
+        """Errors of damaged checkpoints that its libraries have beside those of torch."""
 
     def open_policy(
         self,
@@ -318,8 +321,61 @@ class Backend(Protocol[P, O]):
     def load_weights(self, directory: Path, *, policy: P, optimizer: O) -> int:
         """Load the weights of a checkpoint alone; the optimizer has no state then. Returns its step. ConfigRefused."""
 
+    def read_model(
+        self, checkpoint: Path, model_dir: Path, parallel: Parallel, *, code_path: str = ""
+    ) -> tuple[P, int]:
+        """Return a model with the weights of a checkpoint, in one process on the CPU, and its step.
+
+        ``code_path``: of the user's bridge or family. Raises ConfigRefused for another model.
+        """
+
+    def write_checkpoint(
+        self, directory: Path, model_dir: Path, parallel: Parallel, *, dtype: str, code_path: str = ""
+    ) -> None:
+        """Write the weights of a model directory as a checkpoint without a manifest. Raises ConfigRefused, OSError."""
+
     def module_outputs(self, policy: P, prompts: Sequence[Sequence[int]], names: str) -> dict[str, NDArray[np.float32]]:
         """Return outputs of modules for single prompts, ``<prompt>.<module>`` -> [T, W], on rank 0."""
 
 
 AnyBackend = Backend[Any, Any]
+
+
+Mode = Literal["", "record", "replay"]
+"""Nothing; keep the experts that the routers choose; send tokens to the experts that their row has."""
+
+
+class ReplayModes:
+    """The passes of ``trainer.backend.Routing`` as modes, which the routers of a backend follow."""
+
+    def __init__(self, *, given: bool) -> None:
+        """``given``: the rows have their experts already."""
+        self._given = given
+        self._mode: Mode = ""
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with self._in("replay" if self._given else "record"):
+            yield
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        with self._in("replay" if self._given else ""):
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        with self._in("replay"):
+            yield
+
+    @contextmanager
+    def _in(self, mode: Mode) -> Iterator[None]:
+        self._mode = mode
+        try:
+            yield
+        finally:
+            self._mode = ""
+            self._clear()
+
+    def _clear(self) -> None:
+        """Forget what a pass has left in the routers."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.checkpoints.disk import written_by
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
-from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import LoraConfig
 from tidemill.learner.trainer.backend import Weights
 from tidemill.learner.trainer.backups import OtherModels
 from tidemill.learner.trainer.optimizer import Optimizer

@@ -1,4 +1,6 @@
-"""An optimizer as every backend has it: the learning rate of a step, and steps that all ranks take or skip together."""
+"""An optimizer as every backend has it: the learning rate of a step, steps that all ranks take or skip together, and
+the update of Muon for one matrix.
+"""
 
 import logging
 import math
@@ -11,7 +13,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.settings.schedule import OptimizerConfig, learning_rate
+from tidemill.learner.settings.optimizer import OptimizerConfig, learning_rate
+
+
+def orthogonal(gradient: Tensor) -> Tensor:
+    """Return Muon's update of a matrix [O, I], or of each matrix of experts [E, O, I], for a learning rate of 1.
+
+    The factor 0.2 sqrt(max(O, I)) gives it the size of AdamW's update, so both take one learning rate.
+    Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); Liu et al. 2025 (arXiv:2502.16982) for the
+    factor.
+    """
+    update = torch.zeros_like(gradient)
+    matrices = [update] if update.dim() == 2 else list(update.unbind())
+    # A step of torch's Muon from 0, without momentum and decay, is the update.
+    torch_muon = torch.optim.Muon(
+        matrices, lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
+    for matrix, part in zip(matrices, [gradient] if gradient.dim() == 2 else gradient.unbind(), strict=True):
+        matrix.grad = part
+    torch_muon.step()
+    return update.neg_()
+
+
+def add_momentum(gradient: Tensor, momentum: Tensor, coefficient: float) -> Tensor:
+    """Return what is made orthogonal (Nesterov's rule), and let ``momentum`` move towards the gradient."""
+    momentum.lerp_(gradient, 1 - coefficient)
+    return gradient.lerp(momentum, coefficient)
+
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.aggregation import Supervised
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.correction import rate_factor
-from tidemill.learner.algorithms.metrics import finalize
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch, without_truncated
 from tidemill.learner.batch.repacking import any_common, packings, repacked
@@ -37,11 +36,9 @@ from tidemill.learner.trainer.backend import Policy
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, OtherWeights
 from tidemill.learner.trainer.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.trainer.optimizer import Optimizer
-from tidemill.learner.trainer.passes import Passes, Scores
-from tidemill.learner.trainer.row_loss import RowLoss, Terms
+from tidemill.learner.trainer.passes import Passes, RowLoss, Scores, Terms
 from tidemill.learner.trainer.rows import Row, Step, rows_of, step_of
-from tidemill.learner.trainer.step_metrics import Update
-from tidemill.learner.trainer.trained_values import ValueRecord
+from tidemill.learner.trainer.step_metrics import Update, ValueRecord, finalize
 
 log = logging.getLogger(__name__)
 NO_RECORD = RecordConfig(trained=0.0)

@@ -20,7 +20,7 @@ from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.sample_index import SampleIndex, context_of, index_of
 from tidemill.learner.feed.data_metrics import episode_metrics, facts_of
 from tidemill.learner.feed.feed_messages import step_frames
-from tidemill.learner.feed.reader_messages import FROM_READER, Rows
+from tidemill.learner.feed.shard_reader import FROM_READER, Rows
 
 GROUP_SIZE, NUM_RANKS, IN_A_MESSAGE = 8, 8, 64
 

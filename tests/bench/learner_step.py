@@ -214,8 +214,7 @@ def trainer_parts(
         model = build_fsdp_policy(directory, dtype=dtype, parallel=_parallel)
         return model, FsdpOptimizer(model, OptimizerConfig(lr=1e-4), steps=1000)
     if lora:
-        from tidemill.learner.backends.megatron.tuning import Tuning
-        from tidemill.learner.settings.lora import LoraConfig
+        from tidemill.learner.settings.optimizer import LoraConfig, Tuning
 
         tuning = {"tuning": Tuning(lora=LoraConfig(rank=lora, alpha=2.0 * lora))}
     else:

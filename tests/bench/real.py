@@ -28,7 +28,7 @@ from tests.bench.meter import metered
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.settings.schedule import learning_rate
+from tidemill.learner.settings.optimizer import learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "launch/configs/real.yaml"

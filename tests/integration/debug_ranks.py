@@ -16,7 +16,7 @@ from tests.integration.expert_ranks import LAYOUTS, OF_FOUR
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.backends.megatron.activations import module_outputs
+from tidemill.learner.backends.megatron.backend import module_outputs
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.batch.batch import StepBatch

@@ -16,14 +16,14 @@ from tests.integration.megatron_layouts import OPTIMIZER, STEPS, VOCAB, projecte
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.backends.fsdp.activations import module_outputs
+from tidemill.learner.backends.fsdp.backend import module_outputs
 from tidemill.learner.backends.fsdp.model import Place
 from tidemill.learner.backends.fsdp.optimizer import FsdpOptimizer
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy, build_policy
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup
-from tidemill.learner.trainer.kept_tensors import digest_of_kept
+from tidemill.learner.trainer.exports import digest_of_kept
 from tidemill.learner.trainer.rows import Row, rows_of
 from tidemill.learner.trainer.trainer import Trainer
 

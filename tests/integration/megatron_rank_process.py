@@ -14,7 +14,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.learner.algorithms.advantages import grpo_no_std
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.feeder_settings import RankPlaces
+from tidemill.learner.feed.feeder_settings import RankPlaces, RankSettings
 from tidemill.learner.ranks.rank import main
 from tidemill.learner.settings.config import HooksConfig, LearnerConfig, OptimizerConfig, StalenessConfig
 from tidemill.learner.trainer.hooks import BeforeStep
@@ -42,15 +42,17 @@ def run(settings: dict[str, dict[str, object]]) -> int:
     named = {name: Path(str(value)) if name in paths else value for name, value in settings["places"].items()}
     places = RankPlaces(feeder_keys=keys, **named)  # type: ignore[arg-type]
     return main(
-        places,
-        learner=LearnerConfig(
-            optimizer=OptimizerConfig(**settings["optimizer"]),  # type: ignore[arg-type]
-            algorithm=algorithm_of(**settings["algorithm"]),
-            hooks=HooksConfig(**settings["hooks"]),  # type: ignore[arg-type]
-            **settings["learner"],  # type: ignore[arg-type]
-        ),
-        staleness=StalenessConfig(**settings["staleness"]),  # type: ignore[arg-type]
-        weights=WeightsConfig(**settings["weights"]),  # type: ignore[arg-type]
-        bus=BusConfig(),
-        debug=DebugConfig(**settings["debug"]),  # type: ignore[arg-type]
+        RankSettings(
+            places=places,
+            learner=LearnerConfig(
+                optimizer=OptimizerConfig(**settings["optimizer"]),  # type: ignore[arg-type]
+                algorithm=algorithm_of(**settings["algorithm"]),
+                hooks=HooksConfig(**settings["hooks"]),  # type: ignore[arg-type]
+                **settings["learner"],  # type: ignore[arg-type]
+            ),
+            staleness=StalenessConfig(**settings["staleness"]),  # type: ignore[arg-type]
+            weights=WeightsConfig(**settings["weights"]),  # type: ignore[arg-type]
+            bus=BusConfig(),
+            debug=DebugConfig(**settings["debug"]),  # type: ignore[arg-type]
+        )
     )

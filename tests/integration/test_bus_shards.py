@@ -25,10 +25,9 @@ from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.system.processes import Child
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Cursor, Sample
-from tidemill.bus.wire.shards import Shards, is_behind
-from tidemill.learner.buffer.sample_index import SampleIndex, Unusable
+from tidemill.bus.wire.subjects import Shards, is_behind
+from tidemill.learner.buffer.sample_index import ReadOptions, SampleIndex, Unusable
 from tidemill.learner.errors import FeedError
-from tidemill.learner.feed.read_options import ReadOptions
 from tidemill.learner.feed.sample_transfer import SampleClient
 from tidemill.learner.feed.shard_readers import ReaderEnded, ReaderFrozen, ShardReaders
 from tidemill.weightstore.store.registry import VersionRegistry

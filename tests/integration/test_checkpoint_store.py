@@ -31,7 +31,7 @@ from tidemill.learner.checkpoints.remote_files import PeerClient
 from tidemill.learner.checkpoints.store_uploads import Uploads, identity_of, survey, uploaded
 from tidemill.learner.errors import ConfigRefused, NoCheckpoint, StoreFailed
 from tidemill.learner.feed.copies import Copies
-from tidemill.learner.settings.checkpoint_store import MOST_PENDING, CheckpointConfig
+from tidemill.learner.settings.config import MOST_PENDING, CheckpointConfig
 
 flaky = flaky_store.flaky
 open_world = test_feeder.open_world

@@ -29,9 +29,9 @@ from tests.tiny_models import SERVED, write_tiny_model
 from tidemill.actors.serving.builtin.scoring import score_directory
 from tidemill.launch.cli.main import main
 from tidemill.launch.cli.weights import between_tensors, tensors_of
-from tidemill.learner.backends.fsdp import activations as fsdp
+from tidemill.learner.backends.fsdp import backend as fsdp
 from tidemill.learner.backends.fsdp import policy as fsdp_policy
-from tidemill.learner.backends.megatron.activations import module_outputs
+from tidemill.learner.backends.megatron.backend import module_outputs
 from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.debug.comparison import Comparison, compare_modules
 from tidemill.learner.debug.train_file import ModuleDump, read_modules, write_modules

@@ -18,7 +18,7 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
-from tidemill.learner.backends.megatron import convert
+from tidemill.learner.backends.megatron.backend import MegatronBackend
 from tidemill.learner.ranks.conversion import Conversion
 
 
@@ -34,7 +34,7 @@ class World:
                 family, changes = MODELS[name]
                 self.model_dirs[name] = write_tiny_model(root / name, family, vocab_size=VOCAB, **changes)
                 self.checkpoints[name] = root / f"{name}, checkpoint"
-                Conversion(convert, here).to_checkpoint(self.model_dirs[name], self.checkpoints[name])
+                Conversion(MegatronBackend(), here).to_checkpoint(self.model_dirs[name], self.checkpoints[name])
                 made = learner(self.model_dirs[name], here, way_of("1"))
                 self.one[name] = {"log_probs": scores(made, here), "metrics": take(made, STEPS, here, way_of("1"))}
 
@@ -86,7 +86,10 @@ def _check(world: World, name: str, layout: str) -> None:
             assert_same(found, wanted)
     out = world.root / "out" / f"{name} {layout}"
     with one_rank() as here:
-        assert Conversion(convert, here).to_model(out / "saved", out / "model", world.model_dirs[name]) == STEPS[-1]
+        assert (
+            Conversion(MegatronBackend(), here).to_model(out / "saved", out / "model", world.model_dirs[name])
+            == STEPS[-1]
+        )
     found, wanted = load_file(out / "model" / "model.safetensors"), load_file(out / "weights.safetensors")
     assert found.keys() == wanted.keys()
     assert [weight for weight in found if not torch.equal(found[weight], wanted[weight])] == []

@@ -58,7 +58,7 @@ from tidemill.learner.feed.outcomes import Outcomes
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, resume
 from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
@@ -553,7 +553,7 @@ async def test_invalid_samples_free_their_place_at_once_and_are_counted(open_wor
 async def test_an_actor_that_sends_only_invalid_samples_is_refused_until_it_sends_others(
     open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tidemill.learner.buffer.senders.INVALID_IN_A_ROW", 8)
+    monkeypatch.setattr("tidemill.learner.buffer.failures.INVALID_IN_A_ROW", 8)
     async with open_world(max_lag=0, lease_s=LONG_LEASE_S) as world:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))

@@ -31,7 +31,7 @@ TRAPS = {
         (("opening", '{"attn_implementation": PACKED} if packed else {}', "{}"), BLIND), (f"{ALONE}[gpt_oss]",)
     ),
     "states that go on from one sequence into the next": Trap(
-        (("mixers", "in mixers_of(model, family):", "in ():"), BLIND),
+        (("attention", "in mixers_of(model, family):", "in ():"), BLIND),
         (f"{ALONE}[lfm2]", f"{ALONE}[granitemoehybrid]", f"{ALONE}[qwen3_5_moe]"),
     ),
     "a root that stays whole behind a pass without gradient": Trap(

@@ -34,7 +34,7 @@ from tests.same_metrics import assert_same
 from tidemill.learner.backends.megatron.backend import MegatronBackend
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.trainer.adapter_files import write_adapter
+from tidemill.learner.trainer.exports import write_adapter
 
 FAMILIES = ("qwen3", "qwen3_moe", "lfm2")
 """Of the tests of refused settings."""

@@ -26,7 +26,6 @@ from tests.mtp_models import rewrite, write_with_heads
 from tests.refusals import refusal
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.sections import KLConfig
-from tidemill.learner.backends.fsdp import convert
 from tidemill.learner.backends.fsdp.backend import FsdpBackend
 from tidemill.learner.backends.fsdp.model import FsdpModel, Place, open_model
 from tidemill.learner.backends.fsdp.self_test import row_of
@@ -34,7 +33,7 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig, OptimizerConfig
 from tidemill.learner.trainer.backend import ModelInput
-from tidemill.learner.trainer.kept_tensors import write_model
+from tidemill.learner.trainer.exports import write_model
 from tidemill.weightstore.format.manifest import Manifest
 
 TRAINED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -269,7 +268,7 @@ def test_a_checkpoint_with_trained_heads_becomes_a_model_with_them(
     learner.train(3, make_samples(vocab=VOCAB))
     (tmp_path / "saved").mkdir()
     learner.save(tmp_path / "saved", 3)
-    policy, step = convert.read(tmp_path / "saved", model, here)
+    policy, step = FsdpBackend().read_model(tmp_path / "saved", model, here)
     assert step == 3 and policy.digest() == learner.policy.digest() and policy.root.num_further == 1
     tensors = dict(policy.export())
     write_model(tmp_path / "there", tensors, version=-1, step=3, model_dir=model, manifest=Manifest.of(tensors.items()))

@@ -19,7 +19,7 @@ from tests.megatron_world import one_rank
 from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.backends.megatron.bridges import local_layers
+from tidemill.learner.backends.megatron import local_layers
 from tidemill.learner.backends.megatron.layers.attention import FusedRotary, PackedParams, PackedRotary
 from tidemill.learner.backends.megatron.layers.dense import FusedHeadNorm
 from tidemill.learner.backends.megatron.layers.kernels import Kernels, Wanted

@@ -14,7 +14,7 @@ from tests.mtp_models import NAMED, NUMBERED, files_of, rewrite, write_with_head
 from tests.tiny_models import write_tiny_model
 from tidemill.launch.cli.main import main
 from tidemill.learner.layout.model_files import beside_text_in, mtp_in
-from tidemill.learner.trainer.kept_tensors import KeptTensors, digest, write_model
+from tidemill.learner.trainer.exports import KeptTensors, digest, write_model
 from tidemill.weightstore.format.manifest import Manifest
 
 FAMILIES = (*NUMBERED, *NAMED) if THOROUGH else ("deepseek_v3", "qwen3_5_moe")

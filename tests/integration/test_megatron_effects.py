@@ -12,11 +12,11 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.bus import exit_codes
-from tidemill.learner.backends.megatron.bridges.families import Qwen3
+from tidemill.learner.backends.megatron.bridges import Qwen3
 from tidemill.learner.backends.megatron.layers.kernels import Arguments, Wanted
 from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.megatron_arguments import TRIED, refusals
+from tidemill.learner.settings.backends import TRIED, refusals
 
 
 class Offloading(Qwen3):

@@ -36,7 +36,7 @@ from tidemill.learner.debug.train_file import read_train
 from tidemill.learner.errors import RankFailed, RanksLeft
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 SETTINGS: dict[str, Any] = {

@@ -11,14 +11,12 @@ from tests.families import OTHERS, one_place, page_rows, write_family
 from tests.integration.fsdp_family_ranks import measured
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import UnsupportedModel
-from tidemill.actors.serving.builtin.opening import open_model as open_engine
-from tidemill.learner.backends.fsdp import families
+from tidemill.actors.serving.builtin.engine import open_model as open_engine
+from tidemill.learner.backends.fsdp.family import FAMILIES
 from tidemill.learner.errors import ConfigRefused
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEADER = ("`model_type`", "learner", "built-in engine", "reason")
-OF_FILES = {file.stem for file in Path(families.__file__).parent.glob("*.py")} - {"__init__"}
-"""Families with a file of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def learner_cell(directory: Path) -> str:
         return "refused"
     assert (result["log_probs"] < 5e-5, result["gradients"] < 2e-5, result["export"]) == (True, True, [])
     rows = "packed" if model.findings.packed else "padded"
-    return f"{rows}, by a file" if model.config.model_type in OF_FILES else rows
+    return f"{rows}, by own rules" if model.config.model_type in FAMILIES else rows
 
 
 def engine_cell(directory: Path) -> str:

@@ -15,18 +15,18 @@ from tests.mtp_models import files_of, rewrite
 from tests.refusals import refusal
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import UnsupportedModel
-from tidemill.actors.serving.builtin.opening import open_model as open_engine
+from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.bus.system.functions import FunctionRefused
 from tidemill.launch.cli.main import main
 from tidemill.learner import Family
-from tidemill.learner.backends.fsdp.family import first_output
+from tidemill.learner.backends.fsdp.family import FAMILIES, first_output
 from tidemill.learner.backends.fsdp.model import open_model
 from tidemill.learner.errors import ConfigRefused
 
 MODULE = "docs.examples.extending.my_family"
 FAMILY = f"{MODULE}:FAMILY"
-GENERAL = Family()
+GENERAL, MINIMAX = Family(), FAMILIES["minimax"]
 HERE = __name__
 
 
@@ -83,10 +83,10 @@ def test_the_engine_serves_it_and_a_check_knows_its_rows(brook: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("place")
-def test_rules_of_a_setting_replace_those_of_a_file(tmp_path: Path) -> None:
-    """``minimax`` has a file, without which its states of a packed row go from one sequence into the next."""
+def test_rules_of_a_setting_replace_the_built_in_ones(tmp_path: Path) -> None:
+    """``minimax`` has rules, without which its states of a packed row go from one sequence into the next."""
     directory = write_family(tmp_path, "minimax")
-    kept = "tidemill.learner.backends.fsdp.families.minimax:FAMILY"
+    kept = f"{HERE}:MINIMAX"
     for family, packed in ((f"{HERE}:GENERAL", False), (kept, True), ("", True)):
         assert open_model(directory, dtype="float32", place=place_here(), family=family).findings.packed is packed
 

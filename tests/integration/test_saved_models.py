@@ -14,13 +14,12 @@ from tests.feeder_kit import KEYS
 from tests.tiny_models import write_tiny_model
 from tests.waits import LIMIT_S
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
-from tidemill.learner.backends.megatron.tuning import Tuning
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
 from tidemill.learner.ranks.saved_models import SavedModels, prune
 from tidemill.learner.ranks.weight_parts import WeightParts
-from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import LoraConfig, Tuning
 from tidemill.weightstore.config import WeightsConfig
 
 

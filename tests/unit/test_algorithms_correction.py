@@ -42,7 +42,7 @@ from tidemill.learner.algorithms.correction import (
     weight_sums,
 )
 from tidemill.learner.algorithms.policy_losses import loglinear_proximal
-from tidemill.learner.algorithms.ratios import (
+from tidemill.learner.algorithms.tokens import (
     DELTA_BOUND,
     log_ratio,
     prefix_sums,

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tests.algorithm_cases import CASES, algorithm
 from tests.cuda_kernels import RaisingOnCuda
-from tidemill.learner.algorithms import diagnostics, metrics
+from tidemill.learner.algorithms import diagnostics
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.choices import RUNNING
 from tidemill.learner.algorithms.objective import Objective, sequence_weight_sums
-from tidemill.learner.algorithms.ratios import running_sums
-from tidemill.learner.algorithms.tokens import Tokens
+from tidemill.learner.algorithms.tokens import Tokens, running_sums
+from tidemill.learner.trainer import step_metrics
 
 NUMBERS = torch.rand(6, generator=torch.Generator().manual_seed(0))
 INDEX = torch.tensor([0, 1, 0, 1, 0, 1])
@@ -116,7 +116,7 @@ def test_no_algorithm_uses_one(name: str) -> None:
             loss=loss,
             lag_buckets=diagnostics.num_lag_buckets(2),
         )
-        metrics.finalize(sums)
+        step_metrics.finalize(sums)
         sequence_weight_sums(log_probs_T, seen)
     assert found.found == []
     assert log_probs_T.grad is not None and bool(log_probs_T.grad.isfinite().all())

@@ -25,7 +25,7 @@ from tidemill.learner.algorithms.diagnostics import (
     num_lag_buckets,
     token_sums,
 )
-from tidemill.learner.algorithms.metrics import finalize, sample_metrics
+from tidemill.learner.trainer.step_metrics import finalize, sample_metrics
 
 LENGTHS = (9, 3, 14, 1, 20, 6)
 MAX_LAG = 2

@@ -158,8 +158,7 @@ def test_a_row_begins_with_a_setting_of_ours() -> None:
 
 
 def test_a_metric_that_is_named_exists() -> None:
-    files = [ROOT / "learner/algorithms/metrics.py", *(ROOT / "learner/trainer").glob("*.py")]
-    sources = "".join(file.read_text() for file in files)
+    sources = "".join(file.read_text() for file in (ROOT / "learner/trainer").glob("*.py"))
     metrics = {quote for quote in QUOTED if re.fullmatch(r"(train|offpolicy|critic)/[\w/]+", quote)}
     assert len(metrics) > 10
     assert not {

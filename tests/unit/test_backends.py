@@ -11,17 +11,16 @@ from safetensors.numpy import save_file
 
 from tests.check_kit import write_run
 from tests.refusals import refusal
+from tidemill.launch.checks.backends import language_models
 from tidemill.launch.checks.model import size_here
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner import trainer
-from tidemill.learner.layout.backends import choose_backend
+from tidemill.learner.backends.choice import choose_backend
 from tidemill.learner.layout.sizes import FAMILIES, StepFlops
-from tidemill.learner.layout.transformers_models import language_models
 from tidemill.learner.settings.backends import OF_MEGATRON, megatron_settings
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
 
 IN_USE: dict[str, Any] = {
     "tensor_parallel": 2,

@@ -4,8 +4,8 @@ import pytest
 
 from tidemill.bus import exit_codes
 from tidemill.bus.wire.messages import Dead
+from tidemill.learner.buffer.failures import FailingTasks
 from tidemill.learner.errors import TasksFail
-from tidemill.learner.feed.failing_tasks import FailingTasks
 
 
 class Clock:

@@ -35,7 +35,6 @@ from tidemill.learner.backends.megatron.layers.kernels import (
 )
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels import choices, packed_rows
-from tidemill.learner.kernels.attention import attend_varlen, padded_length
 from tidemill.learner.kernels.choices import (
     CUDNN,
     LONG_SEQUENCE,
@@ -46,7 +45,7 @@ from tidemill.learner.kernels.choices import (
     choose_own_kernels,
     varlen_operator,
 )
-from tidemill.learner.kernels.packed_rows import PackedRow, Piece, packed_row
+from tidemill.learner.kernels.packed_rows import PackedRow, Piece, attend_varlen, packed_row, padded_length
 from tidemill.learner.settings.config import LearnerConfig
 
 HOPPER = Site(

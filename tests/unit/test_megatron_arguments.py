@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.refusals import refusal
+from tidemill.learner.settings.backends import OURS, TRIED, annotations, refusals
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.megatron_arguments import OURS, TRIED, annotations, refusals
 
 
 def test_every_argument_of_megatron_is_passed_on_or_refused_with_a_reason() -> None:
@@ -87,7 +87,7 @@ def test_values_that_fit() -> None:
 
 def test_names_are_read_without_megatron() -> None:
     code = (
-        "import sys; from tidemill.learner.settings.megatron_arguments import annotations; "
+        "import sys; from tidemill.learner.settings.backends import annotations; "
         "print(bool(annotations()), 'torch' in sys.modules)"
     )
     assert (

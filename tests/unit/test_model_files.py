@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.refusals import refusal
-from tidemill.learner.backends.megatron.bridges.local_layers import INDEX, ModelFiles
+from tidemill.learner.backends.megatron.local_layers import INDEX, ModelFiles
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import num_senders

@@ -22,7 +22,7 @@ from tidemill.learner.checkpoints.object_store import OWNER, ObjectStore, missin
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles, PeerClient
 from tidemill.learner.checkpoints.store_uploads import Silence, in_daemon, survey
 from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
-from tidemill.learner.settings.checkpoint_store import CheckpointConfig, masked
+from tidemill.learner.settings.config import CheckpointConfig, masked
 
 flaky = flaky_store.flaky
 NAME = "step-4-epoch-1"

@@ -13,7 +13,7 @@ from tidemill.bus.wire.messages import Sample, Span
 from tidemill.learner.buffer.sample_index import SampleIndex, Unusable, index_of, unusable
 from tidemill.learner.feed.feed_messages import _metadata as decode_metadata
 from tidemill.learner.feed.feed_messages import encode_metadata
-from tidemill.learner.feed.reader_messages import FROM_READER, Rows, frame
+from tidemill.learner.feed.shard_reader import FROM_READER, Rows, frame
 
 NONE = np.zeros(0, np.float32)
 LENGTH_BYTES = 4

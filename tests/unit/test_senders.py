@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tidemill.learner.buffer.senders import INVALID_IN_A_ROW, MAX_ACTORS, SLOW_S, Senders
+from tidemill.learner.buffer.failures import INVALID_IN_A_ROW, MAX_ACTORS, SLOW_S, Senders
 
 
 def spoil(senders: Senders, actor: str, count: int) -> None:

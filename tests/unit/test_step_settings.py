@@ -15,7 +15,7 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.config import CriticConfig, HooksConfig, LearnerConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.learner.settings.step_settings import StepSettings, flat, record_of, refuse_built_in
 
 CHANGED: dict[str, dict[str, Any]] = {

@@ -31,8 +31,8 @@ from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.failures import describe_invalid
 from tidemill.learner.buffer.sample_index import index_of
-from tidemill.learner.buffer.senders import describe_invalid
 from tidemill.learner.feed.feed_messages import decode_batch, encode_batch
 from tidemill.learner.kernels import logprobs
 

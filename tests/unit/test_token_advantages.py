@@ -20,7 +20,7 @@ from tidemill.learner.algorithms.gae_vtrace import with_token_advantages
 from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.algorithms.tokens import Tokens
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig
-from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 
 REWARDS_N = torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64)
 COEF = 0.3

@@ -15,7 +15,7 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.trained_values import TOKEN_BYTES, TrainedStep, by_run, decode_trained, encode_trained
 from tidemill.learner.feed.trained_records import _Step
 from tidemill.learner.settings.config import RecordConfig
-from tidemill.learner.trainer.trained_values import ValueRecord
+from tidemill.learner.trainer.step_metrics import ValueRecord
 
 ALONE: Any = SimpleNamespace(dp_rank=0, tp_rank=0, cp_rank=0, pp_rank=0, pp_size=1)
 

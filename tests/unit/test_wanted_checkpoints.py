@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tidemill.learner.feed.feeder_loops import Feeder
-from tidemill.learner.settings.checkpoint_store import MOST_PENDING
+from tidemill.learner.settings.config import MOST_PENDING
 
 
 @pytest.mark.parametrize(("every", "evaluated"), [(4, False), (0, True)])

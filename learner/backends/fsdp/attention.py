@@ -1,12 +1,17 @@
-"""Attention of packed rows as an ``attn_implementation`` of transformers: no sequence attends to another one.
+"""Attention of packed rows as an ``attn_implementation`` of transformers, and other mixers of tokens: no sequence
+reads another one.
 
 The layers of transformers know one long row. Here its sequences are scattered into right-padded buckets of similar
 length, as in the layers of Megatron, and rules that a family has beside causal order (windows, chunks, sinks, caps) are
-applied within each. Shape letters: T = tokens of the row, n = heads, g = heads of keys and values, d = head size, b =
+applied within each. Convolutions and recurrent states read the tokens of a row in their order, so the state of one
+sequence would go on into the next one; in a bucket each sequence begins with an empty state, and padding comes behind
+all real tokens. Shape letters: T = tokens of the row, n = heads, g = heads of keys and values, d = head size, b =
 sequences of a bucket, s = their padded length, c = tokens of a prefix that they share.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from tidemill.learner.kernels.attention import Pad, Unpad, attend_varlen, joined
+from tidemill.learner.backends.fsdp.family import Family
 from tidemill.learner.kernels.choices import FLASH_HEAD_SIZE, FLASH_MULTIPLE, SDPA, varlen_operator
-from tidemill.learner.kernels.packed_rows import PackedRow, Piece
+from tidemill.learner.kernels.packed_rows import PackedRow, Pad, Piece, Unpad, attend_varlen, joined
 
 PACKED = "tidemill_packed"
 """Name of this attention among transformers' implementations."""
@@ -183,3 +188,47 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, row: CurrentRow, rules: Rules) -> T
     else:
         weights = scores.softmax(-1)
     return weights.to(v.dtype) @ v
+
+
+_OF_ROW = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "attention_mask",
+    "position_ids",
+)
+"""Arguments about the tokens of a row, which a bucket does not have."""
+
+
+def mixers_of(model: torch.nn.Module, family: Family) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules that carry a state from token to token."""
+    yield from ((name, module) for name, module in model.named_modules() if family.is_mixer(module))
+
+
+def separate_sequences(model: torch.nn.Module, row: CurrentRow, family: Family) -> None:
+    """Let the mixers of a model compute each sequence of the current row alone."""
+    for _, mixer in mixers_of(model, family):
+        mixer.forward = partial(_by_bucket, mixer.forward, row, family)  # type: ignore[method-assign]
+
+
+def _by_bucket(
+    forward: Callable[..., Any],
+    row: CurrentRow,
+    family: Family,
+    hidden_states: Tensor,
+    *positional: Any,
+    **arguments: Any,
+) -> Any:
+    """Return a mixer's output, computed for each sequence alone: [1, T, H] -> [1, T, H]."""
+    packed, out, place = row.packed, [], 0
+    assert packed is not None and not packed.cuts, "a mixer has whole sequences only"
+    arguments = {name: value for name, value in arguments.items() if name not in _OF_ROW}
+    hidden = Pad.apply(hidden_states[0], packed.take_P, packed.give_T)
+    for count, width in packed.buckets:
+        bucket_BLH = hidden[place : place + count * width].view(count, width, -1)
+        out.append(family.mix(forward, bucket_BLH, *positional, **arguments).reshape(count * width, -1))
+        place += count * width
+    mixed_TH: Tensor = Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), packed.give_T)
+    return family.result(mixed_TH[None])

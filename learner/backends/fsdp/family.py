@@ -1,11 +1,8 @@
-"""What the training of a family needs beside the rules for all of them: one module in ``families``, named as its
-``model_type``.
+"""What the training of a family of transformers needs beside the rules for all of them.
 
 Shape letters: B = sequences of a bucket, L = their padded length, T = tokens of a row, H = hidden units.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +14,6 @@ from tidemill.bus.system.functions import find_object
 from tidemill.learner.errors import ConfigRefused
 
 SETTING, WANT = "learner.family", "module:name"
-_PLACE = "tidemill.learner.backends.fsdp.families"
 
 
 def has_convolution(module: torch.nn.Module) -> bool:
@@ -61,9 +57,27 @@ def load_family(path: str) -> Family | None:
 
 
 def family_of(config: Any) -> Family:
-    """Return the rules for a configuration of transformers; the general ones where its family has no module."""
-    name = f"{_PLACE}.{config.model_type}"
-    if importlib.util.find_spec(name) is None:
-        return Family()
-    family: Family = importlib.import_module(name).FAMILY
-    return family
+    """Return the rules for a configuration of transformers; the general ones for a family that has no own ones."""
+    return FAMILIES.get(config.model_type, Family())
+
+
+def _fit_falcon_h1(settings: dict[str, Any]) -> None:
+    settings["mamba_d_ssm"] = settings["mamba_n_heads"] * settings["mamba_d_head"]
+
+
+def _mix_minimax(forward: Callable[..., Any], hidden_BLH: Tensor, **arguments: Any) -> Tensor:
+    return first_output(forward, hidden_BLH, attention_mask=None, **arguments)
+
+
+FAMILIES = {
+    # The width of its states is a setting beside the number and the size of their heads.
+    "falcon_h1": Family(fit=_fit_falcon_h1),
+    # Its lightning attention is a recurrent state without a convolution, and its layers unpack a pair.
+    "minimax": Family(
+        is_mixer=lambda module: type(module).__name__ == "MiniMaxLightningAttention",
+        mix=_mix_minimax,
+        result=lambda hidden_1TH: (hidden_1TH, None),
+        fit=lambda settings: settings.update(block_size=8),
+    ),
+}
+"""Rules by ``model_type`` (docs/families.md)."""

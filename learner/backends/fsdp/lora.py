@@ -9,7 +9,6 @@ layer, get no adapters.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,9 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.backends.fsdp.model import FsdpModel
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.lora import LoraConfig
-from tidemill.learner.settings.schedule import frozen_names
+from tidemill.learner.settings.optimizer import LoraConfig, Tuning, is_frozen
 from tidemill.weightstore.format.adapters import WEIGHTS, matrices_of, merged
 from tidemill.weightstore.format.checksums import sum64
 
@@ -54,21 +51,6 @@ class Adapted(torch.nn.Linear):
         return torch.add(super().forward(x), torch.nn.functional.linear(inner, self.lora_B), alpha=self.lora_scale)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """Settings about the weights that are trained."""
-
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    freeze: tuple[str, ...] = ()
-    seed: int = 0
-    """Seed of new adapters."""
-
-    @classmethod
-    def of(cls, learner: LearnerConfig) -> "Tuning":
-        """Return the learner's settings."""
-        return cls(lora=learner.lora, freeze=learner.optimizer.freeze, seed=learner.seed)
-
-
 def add_adapters(transformer: torch.nn.Module, *, config: LoraConfig) -> None:
     """Freeze a model of transformers and add adapters without values, before it is divided; nothing with rank 0.
 
@@ -93,12 +75,7 @@ def tuned(root: FsdpModel, tuning: Tuning) -> "Adapters | None":
         return Adapters(root, tuning.lora, seed=tuning.seed)
     parameters = dict(root.transformer.named_parameters())
     for name, parameter in parameters.items() if tuning.freeze else ():
-        names = root.file_names(name)
-        frozen = frozen_names(tuning.freeze, names)
-        if frozen and len(frozen) < len(names):
-            want = f"all or none of {', '.join(names)}, which are one tensor in the model"
-            raise ConfigRefused("learner.optimizer.freeze", want, sorted(frozen))
-        parameter.requires_grad_(not frozen)
+        parameter.requires_grad_(not is_frozen(tuning.freeze, root.file_names(name), "the model"))
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigRefused("learner.optimizer.freeze", "patterns that leave weights to train", list(tuning.freeze))
     return None

@@ -21,8 +21,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tidemill.learner.backends.fsdp import weights
 from tidemill.learner.backends.fsdp.family import load_family
-from tidemill.learner.backends.fsdp.further import add_heads, further_states, heads_of, names_of_heads
-from tidemill.learner.backends.fsdp.opening import Transformer, build, read_config
+from tidemill.learner.backends.fsdp.opening import (
+    Transformer,
+    add_heads,
+    build,
+    further_states,
+    heads_of,
+    names_of_heads,
+    read_config,
+)
 from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.choices import FLASH_MULTIPLE, SDPA, choose_attention, this_site
@@ -145,11 +152,6 @@ class FsdpModel(torch.nn.Module):
         """
         self.weights_changed()  # else the root may have its whole weights in the places of the parts
         yield from ((name, weights.local(tensor)) for name, tensor in weights.named_weights(self.transformer))
-
-    def router_biases(self) -> list[Tensor]:
-        """Return the buffers that belong to a checkpoint: biases of routers, whole on every rank."""
-        stored = self.transformer.state_dict().keys()
-        return [buffer for name, buffer in self.transformer.named_buffers() if name in stored]
 
     def weights_changed(self) -> None:
         """Free the whole weights that a pass left on the root, so that the next pass gathers the parts again."""

@@ -1,23 +1,75 @@
 """Adam, AdamW, SGD or Muon of torch over this rank's parts of the weights, with the state on the device or on the host.
 
 The weights are float32, and so are their gradients, which the backward pass has reduced to each rank's part. A part may
-be empty: a weight with fewer rows than there are ranks.
+be empty: a weight with fewer rows than there are ranks. Muon has each matrix whole on one rank:
+
+    gradient -> momentum, each rank its part -> whole matrix on its owner -> orthogonal update -> parts
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tidemill.learner.backends.fsdp.muon import Muon
 from tidemill.learner.backends.fsdp.policy import FsdpPolicy
 from tidemill.learner.layout.sizes import OFFLOADED_AT_ONCE
-from tidemill.learner.settings.schedule import OptimizerConfig
-from tidemill.learner.trainer.optimizer import Optimizer
+from tidemill.learner.settings.optimizer import OptimizerConfig
+from tidemill.learner.trainer.optimizer import Optimizer, add_momentum, orthogonal
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW of torch, and Muon for the groups with ``muon``. Its parameters are this rank's parts of the weights."""
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], weights: Mapping[Tensor, Tensor], *, lr: float, group: Any
+    ) -> None:
+        """``weights``: the DTensor of each part. ``group``: the ranks that have its parts."""
+        super().__init__([dict(each) for each in groups], lr=lr, fused=True)
+        self._weights, self._ranks = weights, group
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step over the parts that have a gradient, which are the same on all ranks. Collective."""
+        matrices = [(part, group) for group in self.param_groups if group["muon"] for part in group["params"]]
+        present = [(part, group, part.grad) for part, group in matrices if part.grad is not None]
+        for part, _, _ in present:
+            part.grad = None
+        super().step()
+        ranks = dist.get_world_size(self._ranks)
+        for start in range(0, len(present), ranks):
+            self._step_together(present[start : start + ranks])
+
+    def _step_together(self, matrices: Sequence[tuple[Tensor, Mapping[str, Any], Tensor]]) -> None:
+        """Update at most as many matrices as there are ranks, each of which computes the update of one."""
+        rank, mine = dist.get_rank(self._ranks), None
+        for owner, (part, group, gradient) in enumerate(matrices):
+            moved = add_momentum(gradient, self.state[part]["momentum_buffer"], group["momentum"])
+            whole = self._like(part, moved).full_tensor()
+            if owner == rank:
+                mine = orthogonal(whole)
+        for owner, (part, group, _) in enumerate(matrices):
+            weight = self._weights[part]
+            update = mine if owner == rank and mine is not None else torch.empty(weight.shape, device=part.device)
+            dist.broadcast(update, group=self._ranks, group_src=owner)
+            part.mul_(1 - group["lr"] * group["weight_decay"])
+            part.add_(self._part_of(weight, update), alpha=-group["lr"])
+
+    def _like(self, part: Tensor, values: Tensor) -> DTensor:
+        weight = self._weights[part]
+        assert isinstance(weight, DTensor)
+        return DTensor.from_local(
+            values, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride(), run_check=False
+        )
+
+    def _part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
+        [chunk] = weight.__create_chunk_list__()  # type: ignore[attr-defined]
+        return whole[tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+
 
 ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 """Tensors of the state of a weight, each of its shape: with Adam, and with SGD or Muon."""

@@ -14,10 +14,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from tidemill.bus.system.functions import described
-from tidemill.learner.backends.megatron.bridges.families import open_bridge
+from tidemill.learner.backends.megatron.bridges import open_bridge
 from tidemill.learner.backends.megatron.cpu_shim import megatron_device
 from tidemill.learner.backends.megatron.groups import Replicas
-from tidemill.learner.backends.megatron.initial_weights import load_initial
 from tidemill.learner.backends.megatron.layers.dense import ValueHead, is_embedding_too, output_weight
 from tidemill.learner.backends.megatron.layers.experts import Mixture
 from tidemill.learner.backends.megatron.layers.kernels import Wanted
@@ -25,14 +24,13 @@ from tidemill.learner.backends.megatron.layers.lora import MegatronAdapters
 from tidemill.learner.backends.megatron.optimizer_pieces import buffers_of
 from tidemill.learner.backends.megatron.routing import MegatronRouting
 from tidemill.learner.backends.megatron.schedule import Schedule
-from tidemill.learner.backends.megatron.tuning import Tuning, tune
+from tidemill.learner.backends.megatron.weights import Tuning, load_initial, tune
 from tidemill.learner.errors import ConfigRefused, LearnerError
 from tidemill.learner.kernels.choices import SDPA
 from tidemill.learner.layout.parallel import Parallel, of_all_stages
 from tidemill.learner.layout.sizes import Dealt
 from tidemill.learner.trainer.backend import DTYPES, Finish, Head, Input, ModelInput, Result
-from tidemill.learner.trainer.exports import digest_of
-from tidemill.learner.trainer.kept_tensors import digest_of_kept
+from tidemill.learner.trainer.exports import digest_of, digest_of_kept
 from tidemill.learner.trainer.memory import Memory
 
 ROUTER_BIAS = "router.expert_bias"  # end of the name of a router's bias, which Megatron keeps as a buffer
@@ -156,7 +154,6 @@ class MegatronPolicy:
 
     @property
     def obstacle(self) -> str:
-        """Why prompts that samples share cannot be computed once; empty = they can."""
         if self.parallel.cp_size > 1:
             return "context parallelism divides the tokens of a row over ranks"
         if self.bridge.kernels.attention != SDPA:
@@ -177,7 +174,6 @@ class MegatronPolicy:
 
     @property
     def begins_apart(self) -> bool:
-        """True if the weights of a new run differ from those of the model directory."""
         return self.megatron_checkpoint is not None or (self.adapters is not None and self.adapters.loaded)
 
     def gather(self) -> None:
@@ -221,7 +217,6 @@ class MegatronPolicy:
         yield from of_all_stages(self.adapters.export(), self.parallel)
 
     def help_export_adapters(self) -> None:
-        """Take part in the collectives in which rank 0 exports the adapters, if there are any."""
         if self.adapters is None or not self.parallel.exports:
             return
         # The stages broadcast among the ranks that have the whole matrices, one of each tensor-parallel group.

@@ -74,7 +74,6 @@ class OffloadedAdam:
 
     @property
     def blocks(self) -> Iterator[Block]:
-        """Yield all blocks."""
         return (block for group in self.param_groups for block in group["blocks"])
 
     def tensors(self) -> list[tuple[OptimizerPiece, dict[str, Tensor]]]:

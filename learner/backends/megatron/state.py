@@ -2,28 +2,53 @@
 
 It consists of model, optimizer, random generators and, where there are any, proximal weights, a changing reference and
 a critic. Saving and loading are collective over all ranks; the caller makes the directory durable.
+
+Files are written and read by strategies of our own: Megatron's writer starts helper processes even for a synchronous
+save: a spawned manager, which outlives a killed rank, and forks of a process that has threads. The files are the same,
+and Megatron's loader reads them.
 """
 
 import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.learner.backends.megatron.checkpoint_files import PeerLoad, StagedSave
 from tidemill.learner.backends.megatron.cpu_shim import megatron_device, plain_torch
-from tidemill.learner.backends.megatron.initial_weights import load_megatron, refuse_another_model
 from tidemill.learner.backends.megatron.layers.lora import is_adapter
 from tidemill.learner.backends.megatron.model import MegatronPolicy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.backends.megatron.weights import load_megatron, refuse_another_model
 from tidemill.learner.checkpoints.remote_files import CheckpointFiles
-from tidemill.learner.checkpoints.staged_files import HostCopies, Staged, write_staged
+from tidemill.learner.checkpoints.staged_files import (
+    HostCopies,
+    PeerFiles,
+    Staged,
+    corrupt_files,
+    stage_files,
+    write_staged,
+)
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, WeightBackup
 from tidemill.learner.trainer.checkpoint_facts import (
     facts_of,
@@ -35,6 +60,53 @@ from tidemill.learner.trainer.checkpoint_facts import (
     torch_reason,
 )
 from tidemill.learner.trainer.critic import Critic
+
+
+class StagedSave(TorchDistSaveShardedStrategy):
+    """Save strategy for ``dist_checkpointing.save`` that writes nothing: ``staged`` has the tensors. Collective."""
+
+    def __init__(self, copies: HostCopies | None = None) -> None:
+        """``copies``: memory for copies, so that the tensors may change after ``save``; None = no copies."""
+        super().__init__("torch_dist", 1)
+        self._copies = copies
+        self.staged: Staged | None = None
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Plan the files with all ranks, and copy this rank's shards. Raises CheckpointUnwritten, on every rank."""
+        # As Megatron's own strategy does, so that its loader finds the same keys.
+        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        state = mcore_to_pyt_state_dict(renamed, False)
+        self.staged = stage_files(state, planner, Path(checkpoint_dir), self._copies)
+
+
+class PeerLoad(TorchDistLoadShardedStrategy):
+    """Megatron's load strategy with files from this node or another, for which it has no parameter."""
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        super().__init__()
+        self._files = files
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        """Return the loaded content of the sharded state. Collective. Raises CheckpointCorrupt, on every rank."""
+        tensors = [part for part in nested_values(sharded_state_dict) if isinstance(part, ShardedTensor)]
+        renamed, flat, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        content = mcore_to_pyt_state_dict(renamed, True)
+        planner = MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[part for part in tensors if not part.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={part.key: part for part in tensors if part.allow_shape_mismatch},
+        )
+        reader = CachedMetadataFileSystemReader(Path(checkpoint_dir))
+        reader.fs = PeerFiles(self._files, Path(checkpoint_dir))
+        with warnings.catch_warnings(), corrupt_files():
+            # Megatron uses this function, too: it loads in place, and ranks may have different keys.
+            warnings.filterwarnings("ignore", message=".*load_state_dict.*", category=FutureWarning)
+            torch_checkpoint.load_state_dict(content, reader, planner=planner)
+        plain = {key: _unwrap_pyt_sharded_tensor(value) for key, value in content.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(plain, flat, names)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +123,7 @@ def stage(
     numbers: Mapping[str, float] | None = None,
     copies: HostCopies | None = None,
 ) -> Staged:
-    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty).
-
-    With ``copies`` the state may change afterwards; without, not before it is written. ``numbers``: scalars of the
-    algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
-    """
+    """``Backend.stage``. Rank 0 writes the common part here already; the strategy writes no tensors."""
     policy.memory.want("a checkpoint")
     strategy = StagedSave(copies)
     with megatron_device():
@@ -65,24 +133,10 @@ def stage(
             "optimizer": optimizer.kind,
             "numbers": dict(numbers or {}),
         }
-        # Rank 0 writes the common part here already; the strategy writes no tensors.
         with torch_reason(directory):
             dist_checkpointing.save(content, str(directory), strategy)
     assert strategy.staged is not None
     return strategy.staged
-
-
-def save(
-    directory: Path,
-    *,
-    step: int,
-    policy: MegatronPolicy,
-    optimizer: MegatronOptimizer,
-    others: OtherModels = NO_OTHER_MODELS,
-    numbers: Mapping[str, float] | None = None,
-) -> None:
-    """Write the state into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    write_staged(stage(directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers))
 
 
 def load(
@@ -93,12 +147,7 @@ def load(
     others: OtherModels = NO_OTHER_MODELS,
     files: CheckpointFiles | None = None,
 ) -> tuple[int, dict[str, float]]:
-    """Load the state of ``directory``, which may have been saved by another number of ranks.
-
-    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata. Returns the step and the
-    numbers of the checkpoint. Raises CheckpointCorrupt for another format, missing proximal weights or a range that is
-    intact nowhere, and ConfigRefused for a checkpoint of another model.
-    """
+    """``Backend.load``. Random generators are restored where as many ranks have saved."""
     refuse_other_backend(directory, KIND)
     facts = load_common_state_dict(str(directory))["facts"]
     refuse_another_run(directory, facts, policy, optimizer, others)

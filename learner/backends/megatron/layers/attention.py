@@ -18,9 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from tidemill.learner.kernels.attention import attend, attend_long, attend_row, attend_varlen
 from tidemill.learner.kernels.choices import CUDNN, SDPA, VARLEN, varlen_operator
-from tidemill.learner.kernels.packed_rows import PackedRow, Piece
+from tidemill.learner.kernels.packed_rows import PackedRow, Piece, attend, attend_long, attend_row, attend_varlen
 from tidemill.learner.layout.parallel import heads_for_tokens, tokens_for_heads
 
 Group = dist.ProcessGroup  # ranks of a collective

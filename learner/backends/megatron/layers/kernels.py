@@ -21,8 +21,8 @@ from tidemill.learner.kernels.choices import (
     this_site,
     triton_obstacle,
 )
+from tidemill.learner.settings.backends import refusals
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.megatron_arguments import refusals
 
 log = logging.getLogger(__name__)
 

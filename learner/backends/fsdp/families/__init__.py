@@ -1,1 +1,0 @@
-"""Rules of single families of transformers: a module ``<model_type>`` has a ``FAMILY`` (docs/families.md)."""
