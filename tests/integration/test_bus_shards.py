@@ -15,6 +15,7 @@ import zmq
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
 from tests.feeder_kit import KEYS
+from tests.forked import fork_child
 from tests.refusals import refusal
 from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import KeptPort
@@ -37,6 +38,13 @@ from tidemill.weightstore.store.registry import VersionRegistry
 
 SHARDS = 3
 T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def forked_readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
+    """Fork the readers, which executed import for half a second each, but for those that do not start."""
+    if "program" not in request.fixturenames:
+        monkeypatch.setattr(Child, "spawn", fork_child)
 
 
 async def publish(bus: Bus, *tasks: int, **changes: object) -> list[int]:
