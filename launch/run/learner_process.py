@@ -193,8 +193,8 @@ class LearnerRow:
         return "; ".join(text for text in (self._rank, self._node, self._engines) if text)
 
 
-NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
-RANKS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES", "PET_NNODES")
+RANKS = ("GROUP_RANK", "SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
 # Variables that show several processes on a node, their largest value for one, and the cure.
 PER_NODE = (("LOCAL_WORLD_SIZE", 1, "torchrun --nproc-per-node 1"), ("SLURM_LOCALID", 0, "srun --ntasks-per-node=1"))
 _LARGEST = 1024
@@ -216,7 +216,7 @@ def node_place(nodes: int, rank: int | None, environment: Mapping[str, str]) -> 
     Raises SettingsError naming the options and variables that do not fit.
 
     Sources: torchrun's documentation, "Environment Variables"; ``man srun``, "OUTPUT ENVIRONMENT VARIABLES";
-    Kubernetes, "Indexed Job".
+    Kubernetes, "Indexed Job"; kubeflow/trainer, ``pkg/runtime/framework/plugins/torch/torch.go``.
     """
     if nodes == 1:
         if rank:
