@@ -19,7 +19,7 @@ class WrongContent(DetailedError, LearnerError):
     """Something has other content than it must have."""
 
     where: str
-    want: object
+    want: str
     got: object
     template = "{where}: want {want}, got {got}"
 
@@ -81,10 +81,14 @@ class DebugFileRefused(WrongContent, ValueError):
     exit_code = exit_codes.CONFIG
 
 
-class ReplayMismatch(WrongContent):
+class ReplayMismatch(DetailedError, LearnerError):
     """The streams do not continue the checkpoint: training from it would not repeat the recorded steps."""
 
     exit_code = exit_codes.CONFIG
+    where: str
+    want: object
+    got: object
+    template = "{where}: want {want}, got {got}"
 
 
 class HookFailed(DetailedError, LearnerError):
