@@ -412,7 +412,7 @@ test-deploy: setup helm
 
 # The base is what the chart makes of its default values.
 kustomize-base: setup helm
-	$(BIN)/python -m tidemill.launch.deploy.kubernetes.values_schema > launch/deploy/kubernetes/chart/values.schema.json
+	$(BIN)/python -m tidemill.launch.deploy.values_schema > launch/deploy/kubernetes/chart/values.schema.json
 	$(KUBERNETES)/bin/helm template tidemill launch/deploy/kubernetes/chart > launch/deploy/kubernetes/base/all.yaml
 
 clean:

@@ -20,13 +20,13 @@ from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import STORE_SHARE, needed_bytes
 from tidemill.bus.system.files import lacking
 from tidemill.bus.wire.codec import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
-from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.checks.servers import check_servers
-from tidemill.launch.devices.activations import ITEM_BYTES
 from tidemill.launch.devices.memory_table import dtype_on, kv_budget, training_bytes
+from tidemill.launch.devices.rank_memory import ITEM_BYTES
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package

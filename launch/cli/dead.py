@@ -7,7 +7,7 @@ import socket
 
 from rich.console import Console
 
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.dead import DROP, REQUEUE
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Prompt, Requeue

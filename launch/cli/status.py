@@ -15,7 +15,7 @@ from rich.text import Text
 from tidemill.actors.engines.address_checks import CURE, unreachable, verified
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.config import SINGLE_TURN
-from tidemill.bus.liveness.heartbeats import processes
+from tidemill.bus.liveness import processes
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.readers import WAIT, Cursors, shard_extents
 from tidemill.bus.wire import subjects
@@ -25,7 +25,7 @@ from tidemill.bus.wire.rows import LiveRow, Outcome
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.run import summary
-from tidemill.launch.run.pace import Pace
+from tidemill.launch.run.run_facts import Pace
 from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS

@@ -22,7 +22,7 @@ from tidemill.launch.page.sample_view import SampleView
 from tidemill.launch.page.texts import SHORT, cut, made_safe, safe, shortened
 from tidemill.launch.samples.filters import Filter, Headline, filter_of, headline, headline_of, prompt_text, task_of
 from tidemill.launch.samples.search import Lags, SampleHistory, SampleSearch, history_of, opened, planned
-from tidemill.launch.samples.tokens import Vocabulary
+from tidemill.launch.samples.text import Vocabulary
 
 PAGE, MAX_PAGE = 100, 200
 SEARCHED = 100_000  # Headers that one request reads at most

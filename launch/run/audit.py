@@ -17,7 +17,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
 from tidemill.bus.wire.rows import HistoryRow, PlanMark
-from tidemill.bus.wire.shards import Position, Shards, is_behind
+from tidemill.bus.wire.subjects import Position, Shards, is_behind
 from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of

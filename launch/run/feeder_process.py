@@ -14,9 +14,9 @@ from tidemill.launch.settings.run_config import RunConfig
 from tidemill.rewards.model_text import EndTokens
 
 if TYPE_CHECKING:
-    from tidemill.bus.wire.episode_limits import Budget
     from tidemill.bus.wire.messages import Sampling
     from tidemill.bus.wire.routed_experts import RoutedShape
+    from tidemill.bus.wire.task_settings import Budget
     from tidemill.learner.data import DataConfig
     from tidemill.learner.evaluation.evaluations import EvalPlan
     from tidemill.learner.feed.feed_keys import FeedKeys

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tidemill.actors.engines.address_checks import AddressChecker
 from tidemill.bus.client.addresses import AUTO, Reach, bare, is_wildcard, reach, route_to
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole

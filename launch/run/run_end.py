@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from tidemill.bus import exit_codes
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable, NotFound
-from tidemill.bus.liveness.heartbeats import processes
+from tidemill.bus.liveness import processes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside, first_error
 from tidemill.bus.wire.json_object import JsonObject

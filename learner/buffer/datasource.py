@@ -15,7 +15,7 @@ import msgpack
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Settle, Task
-from tidemill.bus.wire.shards import Position
+from tidemill.bus.wire.subjects import Position
 from tidemill.learner.buffer import ledger, plans
 from tidemill.learner.buffer.admission import Admission, Requeues, TaskDemand
 from tidemill.learner.buffer.arrivals import Arrival, Arrivals

@@ -20,8 +20,7 @@ from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Plan, Settle
 from tidemill.bus.wire.row_reader import MAX_ROW_BYTES
 from tidemill.bus.wire.rows import HistoryRow, PlanMark, row_of
-from tidemill.bus.wire.shards import Shards
-from tidemill.bus.wire.subjects import HISTORY_KEY
+from tidemill.bus.wire.subjects import HISTORY_KEY, Shards
 from tidemill.learner.buffer.ledger import cursor_of
 from tidemill.weightstore.store.registry import VersionRegistry
 

@@ -19,7 +19,7 @@ from tidemill.bus.streams.dead import REQUEUE
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Dead, Plan, Requeue
-from tidemill.bus.wire.shards import Position
+from tidemill.bus.wire.subjects import Position
 from tidemill.learner.buffer.arrivals import Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.failures import FailingTasks, Senders, describe_invalid

@@ -25,16 +25,14 @@ from tidemill.actors.errors import NotDecoded, UnsupportedModel, UpdateRefused
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin.batch import Batch
 from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, budget
+from tidemill.actors.serving.builtin.engine import OpenedModel, open_model
 from tidemill.actors.serving.builtin.input_scores import Scoring
-from tidemill.actors.serving.builtin.opening import OpenedModel, open_model
-from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
-from tidemill.actors.serving.builtin.row_sizes_child import sizes_on_meta
+from tidemill.actors.serving.builtin.row_sizes import read_row_sizes, sizes_on_meta
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape, choose_runner
 from tidemill.actors.serving.builtin.transformers_cache import RowCache, probe, row_sizes
 from tidemill.actors.serving.builtin.transformers_runner import TransformersRunner
-from tidemill.actors.serving.builtin.weight_set import WeightSet
-from tidemill.actors.serving.builtin.weights import load_from_bucket, load_from_directory
+from tidemill.actors.serving.builtin.weights import WeightSet, load_from_bucket, load_from_directory
 from tidemill.weightstore.format.manifest import Bucket, spec_of
 
 NEAR = 2e-5

@@ -7,8 +7,8 @@ import pytest
 
 from tests.waits import LIMIT_S, poll
 from tidemill.bus import exit_codes
-from tidemill.launch.deploy.ray_cluster.owner import Owner, Program, command_of
-from tidemill.launch.deploy.ray_cluster.placement import Demand
+from tidemill.launch.deploy.ray_owner import Owner, Program, command_of
+from tidemill.launch.deploy.ray_run import Demand
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.run_paths import CONFIGS

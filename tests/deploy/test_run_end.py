@@ -14,7 +14,7 @@ from tests.waits import until
 from tests.whole.running import SMOKE
 from tidemill.actors.engines.membership import CONFIG_KEY
 from tidemill.bus.errors import BusUnavailable, Fenced
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.wire.rows import EndRow, Outcome

@@ -25,7 +25,7 @@ from tidemill.bus.streams.shard_reading import Received
 from tidemill.bus.system.processes import Child
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Cursor, Sample
-from tidemill.bus.wire.shards import Shards, is_behind
+from tidemill.bus.wire.subjects import Shards, is_behind
 from tidemill.learner.buffer.sample_index import ReadOptions, SampleIndex, Unusable
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.sample_transfer import SampleClient

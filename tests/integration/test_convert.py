@@ -29,7 +29,7 @@ from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tests.waits import until
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import LiveRow

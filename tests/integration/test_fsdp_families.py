@@ -32,8 +32,8 @@ from tests.integration import fsdp_family_ranks
 from tests.integration.fsdp_family_ranks import gap, measured, row_pass
 from tests.learner_steps import run_ranks
 from tidemill.actors.config import EngineConfig
+from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.input_scores import Scoring
-from tidemill.actors.serving.builtin.opening import open_model as open_engine
 from tidemill.learner.backends.fsdp.model import Place, open_model
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
 from tidemill.learner.backends.fsdp.replay import Replay

@@ -14,7 +14,7 @@ from tests.refusals import refusal
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import encode_record
 from tidemill.bus.wire.messages import Dead, Plan, Requeue, SequenceSize, Settle, Status, Task
-from tidemill.bus.wire.shards import Shards
+from tidemill.bus.wire.subjects import Shards
 from tidemill.learner.buffer.arrivals import EARLY_SAMPLES, Arrival, Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import SampleGroup, Verdict

@@ -19,9 +19,9 @@ from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.sample_view import SampleView
 from tidemill.launch.page.samples import AT_A_TIME, SampleAnswers, row_of
 from tidemill.launch.page.texts import MAX_CHARACTERS, SHORT
-from tidemill.launch.run.settings_of_run import RunSettings
+from tidemill.launch.run.run_facts import RunSettings
 from tidemill.launch.samples.filters import Headline
-from tidemill.launch.samples.tokens import Vocabulary
+from tidemill.launch.samples.text import Vocabulary
 
 PAUSE_S = 12 * 3600.0
 NO_BUS: Any = SimpleNamespace(jet=SimpleNamespace(run="r"), run="r", connected=True)

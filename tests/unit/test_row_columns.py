@@ -17,8 +17,8 @@ from tests.feeder_kit import task_settings
 from tests.refusals import refusal
 from tidemill.bus.config import BusConfig
 from tidemill.bus.section import ShortNamed
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.checks.rows import row_check
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.run import feeder_process

@@ -16,11 +16,10 @@ from typing import Any
 
 from tidemill.actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel
 from tidemill.actors.serving.host import PROBE, EngineHost
-from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.arguments import CPU_CHECKSUMS, NEWEST, Release, release_of, written
 from tidemill.actors.serving.sglang.proxy import Proxy
 from tidemill.actors.serving.sglang.registry import refuse_unserved
-from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess
+from tidemill.actors.serving.sglang.server_process import INFO_S, Api, ServerProcess
 from tidemill.actors.serving.sglang.tensors import layout_of
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
 from tidemill.bus.wire.model_values import language_values
