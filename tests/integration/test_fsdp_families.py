@@ -36,7 +36,7 @@ from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.input_scores import Scoring
 from tidemill.learner.backends.fsdp.model import Place, open_model
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
-from tidemill.learner.backends.fsdp.replay import Replay
+from tidemill.learner.backends.fsdp.policy import Replay
 from tidemill.learner.backends.fsdp.self_test import TOLERANCE, Alone, randomize, row_of
 
 TRIED = list(FAMILIES) if THOROUGH else list(KINDS)
