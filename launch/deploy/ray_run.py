@@ -243,6 +243,8 @@ class RayRun:
         try:
             await self.once("prepare", ["prepare", str(self.config_file)])
             if not self.config.bus.url:
+                if self.config.bus.auth:  # before the processes that read their passwords
+                    await self.once("bus-users", ["bus", *self.with_config, "--make-users"])
                 supervisor.keep("bus", ["bus", *self.with_config])
             if await self.train(supervisor, draining):
                 await self.end(supervisor, "actor", "scorer", "engine")
