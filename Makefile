@@ -234,7 +234,8 @@ $(IMAGES)/wheels/.ready: pyproject.toml constraints.txt | $(VENV)/.ready
 	touch $@
 
 programs-images:
-	apt-get install --quiet --yes --no-install-recommends buildah podman runc mmdebstrap
+	apt-get install --quiet --yes --no-install-recommends buildah podman runc mmdebstrap uidmap
+	id tidemill-test >/dev/null 2>&1 || useradd tidemill-test
 
 # A run of four containers, some of which are killed.
 test-images: images
@@ -263,10 +264,11 @@ $(TRL)/.ready: tests/bench/requirements-trl.txt constraints.txt
 	$(TRL)/bin/python $(INSTALL) -r $<
 	touch $@
 
-# Ray, with the base of Tidemill: the learner and the engines of the tests are from $(VENV).
+# Ray, with the base of Tidemill: the learner and the engines of the tests are from $(VENV). torch is for Ray Train.
 $(RAY)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python $(INSTALL) -c constraints.txt -e '.[ray]'
+	$(RAY)/bin/python $(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(RAY)/bin/python $(INSTALL) -c constraints.txt -e '.[ray]' 'ray[train]'
 	touch $@
 
 $(SKY)/.ready: tests/deploy/requirements-sky.txt
@@ -412,7 +414,7 @@ test-deploy: setup helm
 
 # The base is what the chart makes of its default values.
 kustomize-base: setup helm
-	$(BIN)/python -m tidemill.launch.deploy.kubernetes.values_schema > launch/deploy/kubernetes/chart/values.schema.json
+	$(BIN)/python -m tidemill.launch.deploy.values_schema > launch/deploy/kubernetes/chart/values.schema.json
 	$(KUBERNETES)/bin/helm template tidemill launch/deploy/kubernetes/chart > launch/deploy/kubernetes/base/all.yaml
 
 clean:

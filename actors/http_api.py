@@ -6,7 +6,7 @@ A struct is the one description of a body: types and bounds are checked by ``dec
 
 400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is
 no run, 404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported
-by this engine, 503 = not serving now. ``tidemill.bus.http.bodies`` has those of bodies.
+by this engine, 503 = not serving now. ``tidemill.bus.http.listener`` has those of bodies.
 """
 
 import difflib
@@ -30,7 +30,7 @@ from tidemill.actors.errors import (
     UpdateRefused,
 )
 from tidemill.bus.http.access import Handler
-from tidemill.bus.http.bodies import body_in, json_in
+from tidemill.bus.http.listener import body_in, json_in
 from tidemill.bus.wire.json_object import JsonObject, with_whole_characters
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field
 
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.bus.section import NotNegative, NotNegativeFloat, OneOf, Positive, refusal, section
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.task_settings import Budget
 
 PROGRAM = "agent:"
 """Beginning of ``use`` for a program by import path."""

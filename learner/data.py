@@ -25,8 +25,8 @@ from tidemill.bus.section import (
     section,
     short,
 )
-from tidemill.bus.wire.episode_limits import OF_TEMPLATE
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.task_settings import OF_TEMPLATE
 from tidemill.learner.errors import PromptError
 
 SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\]")

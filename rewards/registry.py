@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from tidemill.bus.errors import WireError
 from tidemill.bus.system.functions import Defect, FunctionRefused, described, errors_as, find_function, nearest, repr_at
 from tidemill.bus.wire.invariants import check_reward
-from tidemill.bus.wire.names import BY_ROLLOUT
+from tidemill.bus.wire.task_settings import BY_ROLLOUT
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward, is_outside
 from tidemill.rewards.other_systems import path_in, peer_reward, system_of
 from tidemill.rewards.port import Contract, Parts, RewardRequest, Scorer, from_request, to_request

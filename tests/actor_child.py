@@ -9,7 +9,7 @@ from tests.waits import poll
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.membership import section
-from tidemill.actors.scoring.server import run_scorer
+from tidemill.actors.scoring import run_scorer
 from tidemill.bus.config import BusConfig
 from tidemill.launch.run.process import run
 from tidemill.rewards.group import GroupRequest

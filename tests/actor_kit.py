@@ -24,7 +24,7 @@ from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.client.rows import Rows
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.wire.messages import Sample, Sampling, Status, Task
 from tidemill.bus.wire.rows import LiveRow

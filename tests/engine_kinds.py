@@ -22,9 +22,8 @@ from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
-from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.engine import SglangEngine
-from tidemill.actors.serving.sglang.server_process import STOP_S, command_line, server_child
+from tidemill.actors.serving.sglang.server_process import STOP_S, Api, command_line, server_child
 from tidemill.bus.client.addresses import KeptPort
 
 START_S = 300.0

@@ -24,8 +24,8 @@ from tidemill.actors.router.token_history import ModelText
 from tidemill.actors.text.rendering import Renderer
 from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.streams.episode_turns import TurnStream
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sampling, Task
+from tidemill.bus.wire.task_settings import Budget
 
 
 @dataclass

@@ -337,7 +337,7 @@ to 0.5.22 but for some ``.post``, four before. Its name is in an ``EntryClass`` 
 """
 ON_CPU = (
     *("llama", "qwen3", "qwen3, tied", "qwen3_moe", "glm4", "gemma3"),
-    *("granite", "ministral3", "mixtral", "olmo2", "phi3"),
+    *("granite", "ministral3", "mixtral", "olmo2", "phi3", "glm4_moe"),
 )
 """Families whose exports and pushes are tried with SGLang on a CPU, without its kernels."""
 HEADER = (
@@ -370,7 +370,7 @@ def sglang_cells(name: str, registry: Registry) -> list[str]:
     too, and whether a test runs it.
     """
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FAMILIES[name][0]]
-    refused = registry.refusal({"architectures": [architecture]})
+    refused = registry.refusal({"architectures": [architecture]}, context=0)
     return ["" if refused else SGLANG_SINCE[name.split(",")[0]], "yes" if name in ON_CPU else ""]
 
 

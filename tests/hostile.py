@@ -16,6 +16,8 @@ from tests.waits import LIMIT_S
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire import codec
 from tidemill.bus.wire.codec import (
+    TurnKind,
+    TurnRecord,
     encode_dead,
     encode_decision,
     encode_partial,
@@ -27,7 +29,6 @@ from tidemill.bus.wire.codec import (
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Fence
 from tidemill.bus.wire.row_reader import read_row
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 NO_TASK = 10**6
 """An id that no task of the run reaches."""

@@ -21,7 +21,7 @@ from tidemill.actors.episodes.episode import Episode
 from tidemill.actors.episodes.gateway import Gateway
 from tidemill.actors.router.server import RouterServer
 from tidemill.actors.router.token_history import ModelText
-from tidemill.actors.scoring.server import RewardServer
+from tidemill.actors.scoring import RewardServer
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.sglang.arguments import release_of
@@ -30,7 +30,7 @@ from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.config import BusConfig
 from tidemill.bus.http.access import Access, RunAccess, TokenAccess
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.liveness import Keys, RunKeys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.launch.deploy.probes import Probes
@@ -46,8 +46,8 @@ from tidemill.learner.checkpoints.node_copies import CheckpointServer
 from tidemill.rewards.registry import load
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.push.snapshots import SnapshotServer
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.store.snapshot_server import SnapshotServer
 from tidemill.weightstore.transport.part_server import PartServer
 
 KEYS = Keys.of("s3cret")

@@ -31,6 +31,8 @@ PACKAGES = {
     "slurmd": "slurmd",
     "sbatch": "slurm-client",
     "munged": "munge",
+    "mpirun.mpich": "mpich",
+    "mpirun.openmpi": "openmpi-bin",
 }
 """Debian package of each program."""
 INSTALL_S = 600.0

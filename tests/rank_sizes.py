@@ -1,7 +1,7 @@
 """The number of parameters of a rank, as the table of memory counts them."""
 
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.launch.devices.rank_elements import rank_elements
+from tidemill.launch.devices.rank_memory import rank_elements
 from tidemill.launch.devices.shapes import stages_of
 
 

@@ -17,8 +17,7 @@ from tests.waits import LIMIT_S
 from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.server import RouterServer
 from tidemill.bus.client.addresses import KeptPort
-from tidemill.bus.liveness.heartbeats import LiveView
-from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.liveness import LiveView, RunKeys
 
 
 class Door:

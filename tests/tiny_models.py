@@ -193,10 +193,14 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **ch
 
 
 def named_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters of a model by the names in its files, without the alias of a tied embedding."""
+    """Return the tensors of a model by the names in its files, without the alias of a tied embedding: parameters, and
+    the buffers that files have (biases of routers).
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return list(revert_weight_conversion(model, dict(model.named_parameters())).items())
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return list(revert_weight_conversion(model, dict(model.named_parameters()) | buffers).items())
 
 
 def write_tiny_model(
@@ -206,6 +210,18 @@ def write_tiny_model(
     write_tiny_tokenizer(directory)
     tiny_model(family, seed=seed, tied=tied, **changes).save_pretrained(directory)
     return directory
+
+
+def as_released(directory: Path) -> dict[str, torch.Tensor]:
+    """Give the dense layers of a kimi_linear the names of its releases: transformers writes ``block_sparse_moe`` for
+    them, too. Returns the tensors.
+    """
+    file, wrong, right = directory / "model.safetensors", "layers.0.block_sparse_moe.", "layers.0.mlp."
+    tensors = load_file(file)
+    assert any(wrong in name for name in tensors)
+    tensors = {name.replace(wrong, right): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return tensors
 
 
 def as_transformers_4(directory: Path, into: Path) -> Path:

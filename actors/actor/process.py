@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from tidemill.actors.actor.loop import Actor
-from tidemill.actors.actor.sample_scoring import Scorers
+from tidemill.actors.actor.sample_scoring import RemoteScoring, ScorerPool, Scorers
 from tidemill.actors.actor.single_turn import SingleTurn
 from tidemill.actors.config import ActorConfig, GatewayConfig
 from tidemill.actors.engines.activity import Activity
@@ -21,13 +21,11 @@ from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.episodes.port import Rollout
 from tidemill.actors.errors import ActorRefused, BadRow
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms, served
-from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerPool
-from tidemill.actors.scoring.server import open_rewards
+from tidemill.actors.scoring import open_rewards
 from tidemill.actors.teachers import Teachers
 from tidemill.bus.client.addresses import HERE, LOOPBACK, Reach, reach, route_to
 from tidemill.bus.config import SINGLE_TURN, BusConfig, is_loopback
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView, api_keys
 from tidemill.bus.section import Sections, read
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable

@@ -20,7 +20,7 @@ from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.http_api import NONCE_HEADER
 from tidemill.bus.errors import BusError
 from tidemill.bus.http.client import open_session
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 

@@ -18,7 +18,7 @@ from tidemill.actors.errors import BadRow
 from tidemill.actors.guarded_settings import refuse_foreign
 from tidemill.bus.config import LEAF_CURE, BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable, NotFound
-from tidemill.bus.liveness.heartbeats import Waiting
+from tidemill.bus.liveness import Waiting
 from tidemill.bus.section import read
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.json_object import JsonObject

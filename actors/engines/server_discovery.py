@@ -13,7 +13,7 @@ from tidemill.actors.config import RouterConfig
 from tidemill.actors.engines.port import Engine
 from tidemill.actors.errors import EngineError, EngineUnavailable
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,10 @@ from tidemill.actors.errors import BadRequest
 from tidemill.actors.http_api import json_map
 from tidemill.actors.router.dialects import DIALECTS
 from tidemill.bus.wire.chat_messages import chat_messages
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Sampling, Task
-from tidemill.bus.wire.names import RUN_NAME
+from tidemill.bus.wire.task_settings import RUN_NAME, Budget
 
 
 class Clock:

@@ -36,8 +36,7 @@ from tidemill.actors.router.token_history import ModelText, TokenHistory
 from tidemill.actors.text.rendering import Renderer
 from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.http.access import Route, Rule
-from tidemill.bus.http.bodies import body_in
-from tidemill.bus.http.listener import Listener
+from tidemill.bus.http.listener import Listener, body_in
 from tidemill.bus.streams.episode_turns import NotStored, Superseded
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Timings

@@ -21,9 +21,9 @@ from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.rollout_settings import RESTART, RESUME
 from tidemill.bus.streams.episode_turns import EpisodeLog
+from tidemill.bus.wire.codec import TurnKind, TurnRecord
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Timings
-from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 MAX_IDS = 1 << 26
 """Maximum number of token ids of all sequences that are read from a log; an episode begins anew behind those."""

@@ -26,8 +26,8 @@ from tidemill.actors.text.text import Text
 from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import TEXTS, chat_messages, chat_tools, text_of
-from tidemill.bus.wire.episode_limits import OF_TEMPLATE
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.task_settings import OF_TEMPLATE
 
 ReadReply = Callable[[JsonMapping, str, bool], ParsedReply]
 """Function from SGLang's JSON of a response, the text to read of it, and whether it has ended, to content and calls."""

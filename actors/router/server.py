@@ -38,11 +38,9 @@ from tidemill.actors.router.forward import Asker, Forwarder
 from tidemill.bus.client.addresses import reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.http.access import Route, RunAccess
-from tidemill.bus.http.bodies import BodyLimits, body_in
 from tidemill.bus.http.client import open_session
-from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from tidemill.bus.liveness.keys import RunKeys, admin_keys
+from tidemill.bus.http.listener import BodyLimits, Listener, body_in
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView, RunKeys, admin_keys
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.functions import find_function
 

@@ -1,5 +1,5 @@
-"""The host of an engine: its phase, its requests in number, its versions, and its listeners; the same for both kinds of
-engine.
+"""The host of an engine: its phase, its requests in number, its idle time, its versions, and its listeners; the same
+for both kinds of engine.
 
 A process embeds its engine. The host knows no bus: its owner sets ``phase``, and makes all changes of it but one:
 ``stale`` becomes ``serving`` by itself with the next completed update.
@@ -7,7 +7,9 @@ A process embeds its engine. The host knows no bus: its owner sets ``phase``, an
 
 import asyncio
 import logging
+import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -17,10 +19,8 @@ from tidemill.actors.errors import EngineUnavailable, UnsupportedModel, VersionU
 from tidemill.actors.generate_body import RequestLimits
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
-from tidemill.actors.serving.port import PHASES, Backend, ServedEngine
+from tidemill.actors.serving.port import PHASES, Backend, ServedEngine, Updates
 from tidemill.actors.serving.server import EngineServer
-from tidemill.actors.serving.updates import Updates
-from tidemill.actors.serving.waiting_share import IdleClock, WaitingShare
 from tidemill.actors.text.text import Text
 from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.system.coroutines import Waiter
@@ -28,8 +28,49 @@ from tidemill.bus.wire.subjects import nonce
 
 log = logging.getLogger(__name__)
 
+
+WINDOW_S = 10.0
+"""Seconds over which the share is taken."""
 PROBE = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
 """Body of /generate with which an engine is probed."""
+
+
+class IdleClock:
+    """Seconds in which no request was unfinished; a request is noted at its begin and at its end."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._total_s, self._since_s = clock, 0.0, clock()
+        self._count = 0
+
+    def note(self, change: int) -> None:
+        """Note requests that begin (positive) or end."""
+        now = self._clock()
+        if not self._count:
+            self._total_s += now - self._since_s
+        self._count, self._since_s = self._count + change, now
+
+    @property
+    def idle_s(self) -> float:
+        return self._total_s + (0.0 if self._count else self._clock() - self._since_s)
+
+
+class WaitingShare:
+    """The share since the reading that is ``WINDOW_S`` old, at each reading."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._history: deque[tuple[float, float]] = deque()
+
+    def read(self, idle_s: float) -> float:
+        """Return the share of idle time; 0 at the first reading. ``idle_s``: all idle seconds up to now."""
+        now = self._clock()
+        while len(self._history) > 1 and now - self._history[1][0] > WINDOW_S:
+            self._history.popleft()
+        since, before_s = self._history[0] if self._history else (now, idle_s)
+        self._history.append((now, idle_s))
+        return min(1.0, (idle_s - before_s) / (now - since)) if now > since else 0.0
+
+
 AnyUpdates = TypeVar("AnyUpdates", bound=Updates)
 
 

@@ -29,8 +29,7 @@ from tidemill.actors.serving.port import Backend, Body, Result
 from tidemill.actors.text.text import beside_loop, size_of
 from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.http.access import Handler, Route, Rule, RunAccess
-from tidemill.bus.http.bodies import BodyLimits
-from tidemill.bus.http.listener import Listener
+from tidemill.bus.http.listener import BodyLimits, Listener
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.format.checksums import ChecksumReport
 

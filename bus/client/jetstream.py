@@ -17,7 +17,7 @@ from tidemill.bus.errors import BusUnavailable, NotFound, Refused, WireError
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.shards import Shards
+from tidemill.bus.wire.subjects import Shards
 
 _log = logging.getLogger(__name__)
 

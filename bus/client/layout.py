@@ -9,7 +9,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, ConfigMismatch, NoRoom, NotFound, Refused
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.shards import Shards
+from tidemill.bus.wire.subjects import Shards
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from tidemill.bus.client.layout import stream_configs
 from tidemill.bus.config import BusConfig, quoted, quoted_list
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.shards import Shards
+from tidemill.bus.wire.subjects import Shards
 
 ACCOUNT = "TIDEMILL"  # Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``.
 NO_ACCOUNT = "$G"

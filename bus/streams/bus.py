@@ -29,8 +29,8 @@ from tidemill.bus.streams.samples import SampleStream
 from tidemill.bus.streams.tasks import Partials, TaskQueue
 from tidemill.bus.streams.trained import TrainedStream
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.names import RUN_NAME
 from tidemill.bus.wire.subjects import check_run
+from tidemill.bus.wire.task_settings import RUN_NAME
 
 _log = logging.getLogger(__name__)
 

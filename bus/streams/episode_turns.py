@@ -23,8 +23,7 @@ from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.rows import Rows
 from tidemill.bus.errors import BusError, BusUnavailable, DetailedError, Refused, WireError
 from tidemill.bus.wire import codec, subjects
-from tidemill.bus.wire.codec import decode_turn_record, encode_turn_record
-from tidemill.bus.wire.turn_records import TurnKind, TurnRecord, check_turn_record
+from tidemill.bus.wire.codec import TurnKind, TurnRecord, check_turn_record, decode_turn_record, encode_turn_record
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,11 @@ from tidemill.bus.client.pull import follow, present
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusError, DetailedError, NotFound, StreamReplaced, WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.streams.merging import as_they_arrive, in_order
 from tidemill.bus.streams.shard_reading import (
     CREATED_SEPARATOR,
     Received,
+    as_they_arrive,
+    in_order,
     payload_of,
     state_of_all,
     states_of_shards,
@@ -27,8 +28,7 @@ from tidemill.bus.streams.shard_reading import (
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Cursor, Kind
 from tidemill.bus.wire.rows import ReaderRow, row_of
-from tidemill.bus.wire.shards import Shards
-from tidemill.bus.wire.subjects import nonce, token
+from tidemill.bus.wire.subjects import Shards, nonce, token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,14 @@ from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
 from tidemill.bus.client.outbox import PublishAck
 from tidemill.bus.errors import WireError
-from tidemill.bus.streams.merging import as_they_arrive, in_order
 from tidemill.bus.streams.shard_reading import (
     CREATED_SEPARATOR,
     NO_CHECK,
     PARTS_HEADER,
     Received,
     ShardReading,
+    as_they_arrive,
+    in_order,
     part_id,
     payload_of,
     state_of_all,
@@ -27,7 +28,7 @@ from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import decode_sample, encode_sample
 from tidemill.bus.wire.messages import Cursor, Kind, Sample
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.bus.wire.shards import Position, Shards
+from tidemill.bus.wire.subjects import Position, Shards
 
 # Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)
 SAMPLE_HEADER = "Tm-Sample"

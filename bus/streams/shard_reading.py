@@ -1,19 +1,68 @@
-"""Reading one shard of SAMPLES gapless from a cursor: messages, their parts, and what is decoded of them."""
+"""Reading one shard of SAMPLES gapless from a cursor: messages, their parts, and what is decoded of them; and several
+streams read as one.
+"""
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Container, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeVar
 
 from tidemill.bus.client import pull
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
 from tidemill.bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
+from tidemill.bus.system.coroutines import ended
 from tidemill.bus.wire import codec, subjects
 from tidemill.bus.wire.codec import check_sample, decode_sample
 from tidemill.bus.wire.messages import Cursor, Sample
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.bus.wire.shards import Shards
+from tidemill.bus.wire.subjects import Shards
 
+T = TypeVar("T")
 PARTS_HEADER = "Tm-Parts"  # Header with the number of parts; only on a manifest
+CREATED_SEPARATOR = ","  # Between the creation times of shards, which together identify SAMPLES
+NO_CHECK = -1  # Value of ``vocab_size`` that disables the check of invariants
+
+
+async def as_they_arrive(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """Yield what the sources yield, until all have ended. A source goes on once the caller requests the next item."""
+    if len(sources) == 1:  # without a task for each item
+        async with aclosing(sources[0]) as items:
+            async for item in items:
+                yield item
+        return
+    waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                source = waiting.pop(future)
+                try:
+                    item = future.result()
+                except StopAsyncIteration:
+                    continue
+                yield item
+                waiting[asyncio.ensure_future(anext(source))] = source
+    finally:
+        for future in waiting:
+            await ended(future)
+        for source in sources:
+            await source.aclose()
+
+
+async def in_order(sources: Sequence[AsyncGenerator[T]], key: Callable[[T], Any]) -> AsyncGenerator[T]:
+    """Yield what the sources, each in the order of ``key``, yield in that order, until all have ended."""
+    async with AsyncExitStack() as stack:
+        for source in sources:
+            await stack.enter_async_context(aclosing(source))
+        heads = {source: await anext(source, None) for source in sources}
+        while ready := [(key(head), number, source) for number, (source, head) in enumerate(heads.items()) if head]:
+            _, _, source = min(ready)
+            item = heads[source]
+            assert item is not None
+            yield item
+            heads[source] = await anext(source, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +81,6 @@ class Received:
     """The actor that the subject names; known also for a message that cannot be decoded."""
     data: bytes = field(default=b"", repr=False)
     """The encoded sample; empty where it was received by another process."""
-
-
-CREATED_SEPARATOR = ","  # Between the creation times of shards, which together identify SAMPLES
-NO_CHECK = -1  # Value of ``vocab_size`` that disables the check of invariants
 
 
 class ShardReading:

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.bus.errors import WireError
-from tidemill.bus.wire.episode_limits import Budget, check_template_args
 from tidemill.bus.wire.messages import Partial, Plan, Sample, Span, Task, Timings, Turns, score_of
-from tidemill.bus.wire.names import RUN_NAME
 from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts
+from tidemill.bus.wire.task_settings import RUN_NAME, Budget, check_template_args
 
 # Largest absolute value of a reward, of each of its parts and of the score made of them.
 #

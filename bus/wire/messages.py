@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.routed_experts import RoutedExperts
+from tidemill.bus.wire.task_settings import Budget
 
 
 class SequenceSize(NamedTuple):
@@ -432,7 +432,7 @@ class Cursor:
     floor: int
     settled: tuple[int, ...] = ()
     floors: tuple[int, ...] = ()
-    """Floor of each shard where there are several (``tidemill.bus.wire.shards``); ``floor`` is the smallest."""
+    """Floor of each shard where there are several (``subjects.Shards``); ``floor`` is the smallest."""
 
     @property
     def position(self) -> tuple[int, ...]:

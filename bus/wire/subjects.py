@@ -1,12 +1,18 @@
-"""Names on the bus: streams, buckets, consumers, subjects, headers, unique ids. The only place that spells them."""
+"""Names on the bus: streams, shards, buckets, consumers, subjects, headers, ids. The only place that spells them.
+
+A task's id chooses the shard of SAMPLES, and one number names a message of any of them: with K shards, message q of
+shard s has the sequence q * K + s, so that the remainder of a sample's sequence is its task's. With one shard, it is
+JetStream's own sequence. A *position* has one sequence for each shard.
+"""
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tidemill.bus.wire.messages import Kind
-from tidemill.bus.wire.names import RUN_NAME
+from tidemill.bus.wire.task_settings import RUN_NAME
 
 TASKS, SAMPLES, PLAN, PARTIALS, TURNS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD"
 TRAINED = "TRAINED"
@@ -17,6 +23,7 @@ CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
 EPOCH_KEY = "epoch"  # Row of the bucket ``run``: ``{"epoch": n}``
 FLOOR_KEY = "task_floor"  # Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled
 END_KEY = "end"  # Row of the bucket ``run``: the end of the run, ``tidemill.bus.wire.rows.EndRow``
+NODE_KEY = "node"  # Rows ``node.<R>`` of the bucket ``run``: ``tidemill.bus.wire.rows.NodeRow``
 HISTORY_KEY = "history"  # Row of the bucket ``run``: ``tidemill.bus.wire.rows.HistoryRow``
 BEST_KEY = "best"  # Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint
 # Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``
@@ -27,6 +34,7 @@ REFUSED_KEY = "refused"  # Rows ``refused.<actor>`` of the bucket ``run``: ``tid
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"
+EXPECTED_LAST_ID = "Nats-Expected-Last-Msg-Id"
 EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 EPOCH_HEADER = "Tm-Epoch"
 
@@ -35,6 +43,7 @@ _MAX_DIGITS = 19  # Digits of 2**63. A longer text is not converted: that takes 
 _ACK_TOKENS = 9  # Tokens of an acknowledgement subject without a JetStream domain
 _LONGEST_NAME = 64
 _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
+_NAME = re.compile(r"_SAMPLES(?:-0of(\d{1,2}))?$")
 
 
 def check_run(run: str) -> str:
@@ -100,7 +109,7 @@ def plan(run: str, kind: str) -> str:
 def sample(run: str, kind: str, version: int, actor: str, shard: str = "") -> str:
     """Return the subject of a sample. ``version``: the oldest of its tokens; -1 for an empty response.
 
-    ``shard``: suffix of its shard (``tidemill.bus.wire.shards``), here and below; empty = SAMPLES is one stream.
+    ``shard``: suffix of its shard (``Shards``), here and below; empty = SAMPLES is one stream.
     """
     return f"tm.{run}.sample{shard}.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
 
@@ -193,8 +202,9 @@ def trained(run: str, step: int | str = "*", rank: int | str = "*") -> str:
 
 
 def task_named(subject: str) -> int | None:
-    """Return the id of the task that a subject of PARTIALS or TURNS names; None when it names none."""
-    return natural(subject.split(".")[3])
+    """Return the id of the task that a subject of PARTIALS, TURNS or DEAD names; None when it names none."""
+    parts = subject.split(".")
+    return natural(parts[4 if parts[2] == "dead" else 3])
 
 
 def natural(text: str) -> int | None:
@@ -254,3 +264,49 @@ def everything(run: str) -> str:
 def nonce() -> str:
     """Return 12 hexadecimal digits: 48 bits from the operating system."""
     return secrets.token_hex(6)
+
+
+Position = tuple[int, ...]
+"""A sequence for each shard, in the order of the shards; one is enough for sequences below all messages."""
+
+
+def is_behind(seq: int, position: Position) -> bool:
+    """Return whether a message is at or before a position."""
+    return seq <= position[seq % len(position)]
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The shards of a run: their number, names and sequences."""
+
+    count: int = 1
+
+    @classmethod
+    def named(cls, streams: Iterable[str]) -> "Shards | None":
+        """Return the shards among the names of a run's streams; None = there are none yet."""
+        counts = [int(match[1] or 1) for name in streams if (match := _NAME.search(name))]
+        return cls(counts[0]) if counts else None
+
+    def suffix(self, shard: int) -> str:
+        """Return the end of a shard's name, which stands in its subjects too; empty where there is one shard."""
+        return "" if self.count == 1 else f"-{shard}of{self.count}"
+
+    def stream(self, run: str, shard: int) -> str:
+        """Return the name of a shard's stream."""
+        return stream(run, SAMPLES + self.suffix(shard))
+
+    def of_task(self, task: int) -> int:
+        """Return the shard of the samples of a task."""
+        return task % self.count
+
+    def seq(self, shard: int, local: int) -> int:
+        """Return the sequence of a message, from its sequence in its shard's stream."""
+        return local * self.count + shard
+
+    def place(self, seq: int) -> tuple[int, int]:
+        """Return the shard of a message, and its sequence there."""
+        return seq % self.count, seq // self.count
+
+    def first(self, shard: int, seq: int) -> int:
+        """Return the first sequence in a shard's stream of messages from ``seq`` on."""
+        return -((shard - seq) // self.count)

@@ -14,7 +14,7 @@ from tidemill.bus.system.functions import described, errors_as
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Status
-from tidemill.bus.wire.names import BY_ROLLOUT
+from tidemill.bus.wire.task_settings import BY_ROLLOUT
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.own_objects import defect
 from tidemill.launch.settings.run_config import RunConfig

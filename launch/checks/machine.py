@@ -15,18 +15,18 @@ from urllib.parse import urlsplit
 from tidemill.actors.errors import EngineFailed, UnsupportedModel
 from tidemill.actors.serving.builtin.blocks import host_memory
 from tidemill.actors.serving.sglang.arguments import OLDEST, release_of, written
-from tidemill.actors.serving.sglang.registry import CURE, read_registry
+from tidemill.actors.serving.sglang.registry import find_refusal
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import STORE_SHARE, needed_bytes
 from tidemill.bus.system.files import lacking
 from tidemill.bus.wire.codec import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
-from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.checks.servers import check_servers
-from tidemill.launch.devices.activations import ITEM_BYTES
 from tidemill.launch.devices.memory_table import dtype_on, kv_budget, training_bytes
+from tidemill.launch.devices.rank_memory import ITEM_BYTES
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package
@@ -78,21 +78,19 @@ def check_engine(report: Report, config: RunConfig, model: CheckedModel | None, 
             got = f"{engine.sglang.python!r}: SGLang {release}"
             severity("engine", where, want=want, got=got, cure="install a newer release there (docs/sglang.md)")
     if releases and model is not None and model.directory is not None:
-        _check_served(report, config, model.directory, program)
+        _check_served(report, config, model.directory / "config.json", model.context, program)
 
 
-def _check_served(report: Report, config: RunConfig, directory: Path, program: str) -> None:
-    """Report a model that the SGLang of this interpreter has no code for, as the engine's start refuses it."""
+def _check_served(report: Report, config: RunConfig, file: Path, context: int, program: str) -> None:
+    """Report a model that the SGLang of this interpreter does not serve, as the engine's start refuses it."""
     try:
-        registry = read_registry(config.engine.sglang, program)
-        refused = registry.refusal(json.loads((directory / "config.json").read_text())) if registry else None
+        refusal = find_refusal(json.loads(file.read_text()), config.engine.sglang, context, program)
     except EngineFailed as error:
         cure = "install SGLang there (docs/sglang.md), or give another one"
         report.warning("engine", "engine.sglang.python", want="its models", got=error.reason, cure=cure)
         return
-    if refused:
-        want, got = refused
-        report.error("model", f"{directory}/config.json: architectures", want=want, got=got, cure=CURE)
+    if refusal:
+        report.error("model", f"{file}: {refusal.key}", want=refusal.want, got=refusal.got, cure=refusal.cure)
 
 
 def _installed(program: str, package: str) -> list[str] | None:

@@ -18,10 +18,10 @@ from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.launch.checks.backends import check_backend, check_megatrons_critic
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_megatron, check_tuning
-from tidemill.launch.devices.activations import ITEM_BYTES
 from tidemill.launch.devices.demand import ModelSize
 from tidemill.launch.devices.fsdp_memory import fsdp_rows
 from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, engine_rows, memory_rows, state_rows, valued
+from tidemill.launch.devices.rank_memory import ITEM_BYTES
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.backends.choice import BackendChoice, choose_backend

@@ -1,5 +1,11 @@
-"""``tidemill eval``: its arguments as settings, and its result on the terminal; ``tidemill texts``: responses of the
-first and the last evaluated version to held-out prompts, side by side.
+"""``tidemill eval``: the scores of a model on held-out prompts, without a learner; ``tidemill texts``: responses of
+the first and the last evaluated version to held-out prompts, side by side.
+
+    bus -> engines (version 0: the model) and actors -> tasks of kind eval -> samples -> scores -> all of them end
+
+Prompts, rewards, sampling and seeds are the same as in the evaluation beside training
+(``learner/evaluation/evaluations.py``), so a checkpoint gets the scores here that its version got there, as far as
+engines give the same tokens.
 """
 
 import argparse
@@ -10,29 +16,44 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import Kind, Sample
+from tidemill.bus.streams.bus import Bus, connect, raise_epoch
+from tidemill.bus.system.coroutines import cancellable, first_of
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli.arguments import add_run, refuse_no_model
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.cli.inputs import loaded_config, with_fetched
+from tidemill.launch.run import access, feeder_process, summary
+from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.summary import scores_in_words, scores_line
+from tidemill.launch.run.supervisor import Supervisor
 from tidemill.launch.samples.filters import Filter, prompt_text
 from tidemill.launch.samples.search import SampleSearch
 from tidemill.launch.samples.text import plain, reward_colour, shortened, to_json
-from tidemill.launch.settings.config_loader import Loaded, render
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.config_loader import Loaded, render, to_map
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.hub_names import DATASET, MODEL, parse
-from tidemill.launch.settings.run_paths import config_file
+from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.launch.settings.run_paths import config_file, recorded
+from tidemill.learner.buffer.failures import UNTRAINED_SHARE, FailingTasks
+from tidemill.learner.evaluation.evaluations import EvalPlan, Evaluations
 from tidemill.learner.evaluation.rounds import MARK
+from tidemill.weightstore.store.registry import VersionRegistry
+
+log = logging.getLogger(__name__)
+
 
 OPEN_TASKS = 256  # Prompts that are out at a time, where no training needs the engines
+_SIZE = (6, 300)  # Lines and characters of a text that is shortened
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +126,6 @@ def _directory(directory: Path | None) -> Iterator[Path]:
 def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
     from tidemill.bus.wire.messages import Evaluated
     from tidemill.launch.run import process
-    from tidemill.launch.run.evaluate import evaluate
 
     records: list[Evaluated] = []
 
@@ -129,7 +149,6 @@ def _block(line: dict[str, object]) -> str:
     return "\n".join([scores_in_words(line).removesuffix(" (version 0)"), *rows])
 
 
-_SIZE = (6, 300)  # Lines and characters of a text that is shortened
 Pair = tuple[Sample, Sample]  # Responses of two versions to one prompt
 
 
@@ -222,3 +241,69 @@ def _parts(sample: Sample) -> Mapping[str, float]:
 def _as_map(before: Sample, after: Sample) -> dict[str, object]:
     rewards = {"reward_before": dict(_parts(before)), "reward_after": dict(_parts(after))}
     return {"prompt": prompt_text(before), "before": before.response, "after": after.response, **rewards}
+
+
+async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated]:
+    """Return the scores of ``config.model.path`` on each of ``config.eval.sets``; none if drained first."""
+    write_whole(config.root / CONFIG_FILE, yaml_file.dump(recorded(to_map(config))))
+    supervisor = Supervisor(config.root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s)
+    plan = await asyncio.to_thread(_plan, config)
+    try:
+        url = await start_bus(config, supervisor)
+        address = access.own_address(config, url)
+        async with connect(address, config.run, config.bus, name="eval", wait_s=BUS_START_S) as bus:
+            await bus.create_layout()
+            for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
+                for name in (f"{role}-{number}" for number in range(count)):
+                    words = ["--config", str(config.root / CONFIG_FILE), "--bus", url, "--id", name]
+                    supervisor.keep(name, [role, *words])
+            evaluating = asyncio.create_task(_scores(bus, plan, config), name="evaluation")
+            try:
+                await first_of(asyncio.shield(evaluating), supervisor.failed(), draining.wait())
+                return evaluating.result() if evaluating.done() else []
+            finally:
+                evaluating.cancel()
+                await asyncio.gather(evaluating, return_exceptions=True)
+    finally:
+        for role in ("actor", "engine", "bus"):
+            await supervisor.end(supervisor.names(role), within_s=config.up.drain_s)
+
+
+def _plan(config: RunConfig) -> EvalPlan:
+    _, max_context = feeder_process.model_shape(Path(config.model.path))
+    return feeder_process.eval_plan(config, Sampling(**asdict(config.sampling)), max_context)
+
+
+async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated]:
+    """Take the learner's place on the bus: publish version 0, issue tasks, read samples. Raises TasksFail."""
+    epoch = await raise_epoch(bus)
+    await bus.plans.fence(epoch)
+    await bus.tasks.fence(epoch)
+    registry = VersionRegistry(bus)
+    await registry.fence(epoch)
+    await registry.publish_initial(config.model.path, epoch)
+
+    async def store(task: Task) -> Task:
+        return replace(task, id=await bus.tasks.issue(task))
+
+    rounds = await asyncio.to_thread(plan.rounds)
+    evaluations = Evaluations(bus, plan, rounds, epoch=epoch, store=store)
+    evaluations.published(0, 0)
+    failing = FailingTasks()
+
+    async def read() -> None:
+        async for received in bus.samples.read(None, kinds=(Kind.EVAL,)):
+            if isinstance(received.sample, Sample):
+                evaluations.arrived(received.sample)
+                if received.sample.status is not Status.FAILED:
+                    failing.completed()
+
+    async def follow_dead() -> None:
+        async for _, letter in bus.dead.follow():
+            if isinstance(letter, Dead):
+                evaluations.gone(letter)
+                failing.died(letter)
+                failing.refuse(config.learner.failing_tasks, config.learner.failing_s * UNTRAINED_SHARE)
+
+    await first_of(evaluations.over(), *(cancellable(loop) for loop in (evaluations.run(), read(), follow_dead())))
+    return [record for _, record in sorted((await summary.read_scores(bus)).items())]

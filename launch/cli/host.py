@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tidemill.actors.engines.membership import CONFIG_KEY, connected, host_name
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening, add_probes, add_run, add_until_end
@@ -137,14 +137,13 @@ def run_scale(args: argparse.Namespace) -> int:
 
 def _autoscale(args: argparse.Namespace) -> int:
     """Decide on the numbers of all hosts together until drained. Returns the exit code. Raises ValueError."""
-    from tidemill.launch.deploy import autoscale
-    from tidemill.launch.deploy.autoscaler import Autoscaler
+    from tidemill.launch.deploy.autoscaler import Autoscaler, parse_bounds
 
     if args.host or args.pool:
         raise ValueError("--autoscale: want no --host or --pool with it: it decides for all hosts together")
     if not 0 < args.settle < 1e6:
         raise ValueError(f"--settle: want seconds > 0, got {args.settle:g}")
-    bounds = autoscale.parse(args.wanted)
+    bounds = parse_bounds(args.wanted)
 
     async def body(url: str, run: str, draining: asyncio.Event) -> None:
         if args.ended:

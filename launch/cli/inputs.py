@@ -1,10 +1,14 @@
-"""Inputs of a command: its configuration, checked or printed, its name, the bus, and arguments for its children."""
+"""Inputs of a command: its configuration, checked or printed, its name, the bus, secrets in ``.env`` (no settings; a
+value is in no message), and arguments for its children.
+"""
 
 import argparse
 import asyncio
 import dataclasses
 import json
 import os
+import re
+import stat
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -12,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tidemill.bus import exit_codes
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.launch.settings import env_file, hub_names, yaml_file
+from tidemill.launch.settings import hub_names, yaml_file
 from tidemill.launch.settings.config_loader import (
     ENVIRONMENT_PREFIX,
     Loaded,
@@ -28,6 +32,19 @@ from tidemill.launch.settings.run_paths import CONFIGS
 if TYPE_CHECKING:
     from tidemill.launch.checks.findings import Report
     from tidemill.launch.hub.repository import Fetched
+ENV_FILE = ".env"
+SECRETS = (
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "OPENAI_API_KEY",
+    "ANTHROPIC_API_KEY",
+    "TIDEMILL_WEBHOOK",
+    "TIDEMILL_METRICS_TOKEN",
+)
+SECRETS_PREFIX = "AWS_"  # Start of further names that are read: the credentials of an object store
+_ENV_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
+_ENV_VALUE = re.compile(r"""(?P<quote>["'])(?P<quoted>[^"'\\]*)(?P=quote)\s*(?:\#.*)?|(?P<bare>[^\s"']*)(?:\s+\#.*)?""")
+MAX_ENV_BYTES = 1 << 16
 
 
 def loaded_config(args: argparse.Namespace) -> Loaded:
@@ -47,7 +64,7 @@ def read_secrets(args: argparse.Namespace, directories: Iterable[Path]) -> None:
     A warning about a file goes to stderr, once.
     """
     for directory in directories:
-        secrets, warning = env_file.read(directory / env_file.NAME)
+        secrets, warning = read_env_file(directory / ENV_FILE)
         os.environ.update({name: value for name, value in secrets.items() if name not in os.environ})
         if warning and warning not in getattr(args, "warned", ()):
             args.warned = (*getattr(args, "warned", ()), warning)
@@ -214,3 +231,36 @@ def children_arguments(args: argparse.Namespace) -> list[str]:
     """Return the options with which a child reads the same configuration and reaches the same bus."""
     settings = [word for setting in args.set for word in ("--set", setting)]
     return ["--config", *map(str, args.config), *settings, "--bus", args.bus]
+
+
+def read_env_file(file: Path) -> tuple[dict[str, str], str]:
+    """Return the secrets of a file, none without one, and a warning if others may read it. Raises SettingsError."""
+    if not file.is_file():
+        return {}, ""
+    try:
+        mode = file.stat().st_mode
+        if file.stat().st_size > MAX_ENV_BYTES:
+            raise SettingsError(f"{file}: want at most {MAX_ENV_BYTES} bytes of NAME=value, got {file.stat().st_size}")
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise SettingsError(f"{file}: want a file that can be read, got {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{file}: want text in UTF-8, got other bytes; save it again") from None
+    others = mode & (stat.S_IRWXG | stat.S_IRWXO)
+    warning = f"{file}: want a file that its owner alone can read, got mode {stat.S_IMODE(mode):o}; chmod 600 {file}"
+    return _secrets_in(file, lines), warning if others else ""
+
+
+def _secrets_in(file: Path, lines: list[str]) -> dict[str, str]:
+    secrets = {}
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        match = _ENV_LINE.fullmatch(line)
+        value = _ENV_VALUE.fullmatch(match["value"]) if match is not None else None
+        if match is None or value is None or "\0" in line:
+            got = "another line" if match is None else f"a value of {match['name']} with a blank or a part of a quote"
+            raise SettingsError(f"{file}:{number}: want NAME=value, or NAME='value' with blanks in it, got {got}")
+        if match["name"] in SECRETS or match["name"].startswith(SECRETS_PREFIX):
+            secrets[match["name"]] = value["quoted"] if value["quote"] else value["bare"]
+    return secrets

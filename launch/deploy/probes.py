@@ -17,7 +17,7 @@ from aiohttp import web
 from tidemill.bus.config import is_loopback
 from tidemill.bus.http.access import Route, TokenAccess, refusal
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, observed_heartbeats
+from tidemill.bus.liveness import HeartbeatPublisher, observed_heartbeats
 from tidemill.launch.metrics.prometheus import (
     ALIVE_S,
     LOOPBACK_NAMES,

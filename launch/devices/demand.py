@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tidemill.actors.config import OF_RANKS, EngineConfig
-from tidemill.launch.devices.activations import ITEM_BYTES
 from tidemill.launch.devices.fsdp_memory import num_parts, sharded_bytes
 from tidemill.launch.devices.memory_table import dtype_on, group_bytes, senders_of, staged_bytes, training_bytes
 from tidemill.launch.devices.placement import engine_place
+from tidemill.launch.devices.rank_memory import ITEM_BYTES
 from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, PlacementRefused, RankPlace, Shapes, Want
 from tidemill.launch.devices.visible import VARIABLE, nccl_of
 from tidemill.launch.settings.run_config import RunConfig

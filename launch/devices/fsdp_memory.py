@@ -5,9 +5,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tidemill.launch.devices.activations import FLOAT32, ITEM_BYTES
 from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, of_rank, sending_rows
-from tidemill.launch.devices.rank_elements import ADAM, Moments, moments_of
+from tidemill.launch.devices.rank_memory import ADAM, FLOAT32, ITEM_BYTES, Moments, moments_of
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.settings.config import LearnerConfig

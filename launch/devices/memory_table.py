@@ -1,7 +1,7 @@
 """Memory that each process of a run needs, in bytes, from the model's sizes and the configuration. Pure.
 
 The tensors of a rank are counted as Megatron's classes allocate them here, and the tensors that a layer keeps for the
-backward pass one by one (``activations.py``); tests compare both with a real rank. Memory of libraries (CUDA context,
+backward pass one by one (``rank_memory.py``); tests compare both with a real rank. Memory of libraries (CUDA context,
 NCCL, cuBLAS, fragmentation of the allocator: some GB together) is not in the table; of a rank on the CPU it is.
 """
 
@@ -12,12 +12,16 @@ from dataclasses import dataclass, fields
 
 from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, budget
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.launch.devices.activations import FLOAT32, ITEM_BYTES, NONE, Activations, logits_bytes
-from tidemill.launch.devices.rank_elements import (
+from tidemill.launch.devices.rank_memory import (
+    FLOAT32,
+    ITEM_BYTES,
+    NONE,
     VALUE_HEAD,
+    Activations,
     RankElements,
     elements_of,
     largest_stage,
+    logits_bytes,
     model_stages,
     num_expert_shares,
     num_shares,

@@ -21,14 +21,14 @@ from tidemill.bus.client.layout import stream_configs
 from tidemill.bus.errors import BusError, NotFound
 from tidemill.bus.http.access import Route, TokenAccess
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import all_of, first_of
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.metrics.dictionary import Metric, described, metrics
-from tidemill.launch.run.settings_of_run import RunSettings
+from tidemill.launch.run.run_facts import RunSettings
 from tidemill.launch.settings import extras
 from tidemill.learner.algorithms.alarms import thresholds
 

@@ -7,7 +7,7 @@ from urllib.parse import quote
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.page.texts import safe
-from tidemill.launch.run.settings_of_run import RunSettings
+from tidemill.launch.run.run_facts import RunSettings
 from tidemill.launch.run.watch import SILENT_S
 from tidemill.learner.algorithms.alarms import Alarm, recorded
 

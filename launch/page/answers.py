@@ -12,7 +12,7 @@ from tidemill.launch.page.lanes import Lane, shown
 from tidemill.launch.page.reader import UNANSWERED_S, RunReader
 from tidemill.launch.page.texts import made_safe, safe, to_json
 from tidemill.launch.run.desired import ROLES, LiveHost
-from tidemill.launch.run.pace import RECENT_STEPS
+from tidemill.launch.run.run_facts import RECENT_STEPS
 from tidemill.launch.run.watch import SILENT_S
 from tidemill.learner.algorithms.alarms import THRESHOLDS
 

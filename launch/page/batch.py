@@ -19,12 +19,18 @@ from tidemill.launch.samples.search import opened
 MAX_SAMPLES = 1024  # Samples of a step whose payloads are read; of more, the lengths of responses in headers count
 _AT_ONCE = 8
 SLOW = 1.15  # Part of the median time of a step from which on a step counts as slow
+WAITING = "waiting for samples"
 _TIMES = {
-    "waiting for samples": "train/wait_seconds",
+    WAITING: "train/wait_seconds",
     "training": "train/step_seconds",
     "waiting for a push": "push/wait_seconds",
 }
-_SIZES = {"tokens of the rows": "data/packed_tokens", "trainable tokens": "train/tokens"}
+_PUSH = {"push before it, beside training": "push/seconds"}
+_SIZES = {
+    "engines of that push": "push/engines",
+    "tokens of the rows": "data/packed_tokens",
+    "trainable tokens": "train/tokens",
+}
 WORDS = "rows of the plan; ranks may leave out samples without effect and pack the others again"
 
 
@@ -45,8 +51,7 @@ async def batch_of(reader: RunReader, samples: SampleAnswers, step: int) -> Json
         "fill": tokens / (longest * len(ranks)) if longest else None,
         "padding": padding / (tokens + padding) if tokens else None,
         "shared_tokens": metrics.get("train/shared_tokens"),
-        "seconds": metrics.get("train/step_seconds"),
-        **_pace(reader, step),
+        **pace_of(reader, step),
         "slowest_rank": max(ranks, key=lambda rank: int(rank["tokens"]))["rank"] if len(ranks) > 1 else None,
         "oldest_step": plan.oldest_step,
         "version_steps": {str(version): of for version, of in sorted(plan.version_steps.items())},
@@ -56,7 +61,7 @@ async def batch_of(reader: RunReader, samples: SampleAnswers, step: int) -> Json
     }
 
 
-def _pace(reader: RunReader, step: int) -> JsonObject:
+def pace_of(reader: RunReader, step: int) -> JsonObject:
     """Return times and sizes of a step beside those of the median step, and what made it slow, in words."""
     metrics = reader.metrics.at(step)
 
@@ -68,14 +73,24 @@ def _pace(reader: RunReader, step: int) -> JsonObject:
             for words, name in known.items()
         ]
 
-    times = rows(_TIMES, "s")
+    times, push = rows(_TIMES, "s"), rows(_PUSH, "s")
     total, usual = (sum(row[name] for row in times) for name in ("value", "usual"))
     words = "about as long as the median step"
     slow = total > SLOW * usual
     if slow:
         slowest = max(times, key=lambda row: row["value"] - row["usual"])
         words = f"slow: {slowest['name']} took {slowest['value']:.3g} s, in the median step {slowest['usual']:.3g} s"
-    return {"pace": [*times, *rows(_SIZES, "")], "pace_words": words if times else "", "slow": slow}
+        words += _push_words(metrics, push) if slowest["name"] == WAITING else ""
+    pace = [*times, *push, *rows(_SIZES, "")]
+    return {"seconds": total if times else None, "pace": pace, "pace_words": words if times else "", "slow": slow}
+
+
+def _push_words(metrics: dict[str, float | None], push: list[JsonObject]) -> str:
+    """Return what a slow push before the step has to do with its wait for samples; empty for a push like others."""
+    if not push or push[0]["value"] <= SLOW * push[0]["usual"]:
+        return ""
+    version, engines = (metrics.get(f"push/{name}") or 0 for name in ("version", "engines"))
+    return f"; the push of version {version:.0f} took {push[0]['value']:.3g} s, engines with it: {engines:.0f}"
 
 
 async def _plan(reader: RunReader, step: int) -> Plan:

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from tidemill.bus.http.access import Handler, Route
-from tidemill.bus.http.bodies import body_in, json_in
+from tidemill.bus.http.listener import body_in, json_in
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.dead import DROP, REQUEUE
 from tidemill.bus.wire.json_object import JsonObject

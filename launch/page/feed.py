@@ -3,12 +3,14 @@
     reader.changes --flush--> event AT -> queue of each viewer -> its connection
 
 ``at`` rises by one with every event. An answer of the server flushes first, so that it holds exactly the changes up to
-its ``at``: a viewer that applies the next events has no gap and no point twice. A viewer that reads too slowly loses
-the oldest events of its queue, sees the jump in ``from``, and asks again.
+its ``at``: a viewer that applies the next events has no gap and no point twice. A new viewer gets the newest events
+first, because its answers may be older than its connection. A viewer that reads too slowly loses the oldest events of
+its queue, sees the jump in ``from``, and asks again.
 """
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +22,7 @@ from tidemill.launch.page.texts import to_json
 
 EVENT_S = 1.0
 QUEUE = 8  # Events that one viewer may be behind
+REPEATED = 4  # Newest events that a new viewer gets: those between its first answers and its connection
 MAX_VIEWERS = 64
 UNWATCHED_S = 30.0  # Seconds without a viewer or a request after which no more headers are read
 PROCESSES_EVERY_S, PROCESSES_PER_S = 2.0, 20.0  # Shortest interval of the list of processes, and its length a second
@@ -35,6 +38,7 @@ class Feed:
         self._reader, self._answers = reader, answers
         self.boot, self.at = nonce(), 0
         self._viewers: set[Queue] = set()
+        self._newest: deque[bytes] = deque(maxlen=REPEATED)
         self._sent: dict[str, object] = {}
         self._processes_s = float("-inf")
         self._requested_s = time.monotonic()
@@ -45,6 +49,8 @@ class Feed:
         if len(self._viewers) >= MAX_VIEWERS:
             raise ValueError(f"events: want at most {MAX_VIEWERS} viewers at once; close a page")
         queue: Queue = asyncio.Queue(QUEUE)
+        for message in self._newest:
+            queue.put_nowait(message)
         self._viewers.add(queue)
         self._reader.watched.set()
         try:
@@ -66,8 +72,11 @@ class Feed:
         while True:
             await asyncio.sleep(EVENT_S)
             self.flush()
-            if not self._viewers and time.monotonic() > self._requested_s + UNWATCHED_S:
+            if not self._is_watched():
                 self._reader.watched.clear()
+
+    def _is_watched(self) -> bool:
+        return bool(self._viewers) or time.monotonic() <= self._requested_s + UNWATCHED_S
 
     def close(self) -> None:
         """End the connections of all viewers."""
@@ -80,15 +89,18 @@ class Feed:
         before, self.at = self.at, self.at + 1
         if len(changes.steps) > MAX_STEPS:
             self.boot = nonce()
+            self._newest.clear()
         segments = self._reader.lanes.changed()
-        if not self._viewers:
+        if not self._is_watched():
             self._sent.clear()
+            self._newest.clear()
             return
         event = {"boot": self.boot, "from": before, "at": self.at, "run": self._answers.run()}
         event |= self._news(changes)
         if segments:
             event["segments"] = segments
         message = b"id: %d\ndata: %b\n\n" % (self.at, to_json(event))
+        self._newest.append(message)
         for queue in self._viewers:
             _put(queue, message)
 

@@ -122,7 +122,9 @@ class RunLedger:
             published = self.feeder["published"]
             accounted = sum(count for name, count in counts.items() if name not in ("eval", "in the stream"))
         else:
-            return {"ok": None, "words": "no feeder reports its counts", "difference": None}
+            checked = self.audited["state"] == "running"
+            words = "being checked" if checked else "no feeder reports its counts"
+            return {"ok": None, "words": words, "difference": None}
         difference = published - accounted
         words = "published = sum" if not difference else f"{difference} samples without a disposition"
         return {"ok": not difference, "words": words, "difference": difference, "published": published}

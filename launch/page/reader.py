@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.errors import BusError, StreamReplaced
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.readers import History
 from tidemill.bus.system.coroutines import all_of
@@ -37,8 +37,7 @@ from tidemill.launch.run import audit as accounting
 from tidemill.launch.run import desired
 from tidemill.launch.run.checkpoint_cursor import read_cursor
 from tidemill.launch.run.desired import DesiredRoles
-from tidemill.launch.run.pace import Pace, RunTime
-from tidemill.launch.run.settings_of_run import RunSettings
+from tidemill.launch.run.run_facts import Pace, RunSettings, RunTime
 from tidemill.launch.run.summary import scores_line
 from tidemill.launch.samples.filters import headline
 

@@ -13,9 +13,8 @@ from tidemill.bus.wire.trained_values import TrainedValues
 from tidemill.launch.page.columns import rounded
 from tidemill.launch.page.texts import cut, made_safe, safe, shortened
 from tidemill.launch.samples.filters import Headline
+from tidemill.launch.samples.text import Vocabulary, turns_in
 from tidemill.launch.samples.text import to_json as json_text
-from tidemill.launch.samples.text import turns_in
-from tidemill.launch.samples.tokens import Vocabulary
 
 TOKENS, MAX_TOKENS = 2000, 4000
 MAX_MESSAGES = 400

@@ -19,10 +19,10 @@ from tidemill.bus.wire.messages import Sample, Task
 from tidemill.launch.page.held import Disposition
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.sample_view import SampleView
-from tidemill.launch.page.texts import SHORT, cut, made_safe, safe, shortened
+from tidemill.launch.page.texts import SHORT, cut, ending, made_safe, safe, shortened
 from tidemill.launch.samples.filters import Filter, Headline, filter_of, headline, headline_of, prompt_text, task_of
 from tidemill.launch.samples.search import Lags, SampleHistory, SampleSearch, history_of, opened, planned
-from tidemill.launch.samples.tokens import Vocabulary
+from tidemill.launch.samples.text import Vocabulary
 
 PAGE, MAX_PAGE = 100, 200
 SEARCHED = 100_000  # Headers that one request reads at most
@@ -260,7 +260,7 @@ class SampleAnswers:
                 continue
             text = prompt_text(issued)
             count, _, best = groups[task]
-            row = {"task": task, "tasks": [], "count": 0, "reward": best, "prompt": cut(text, size=LONG)[0]}
+            row = {"task": task, "tasks": [], "count": 0, "reward": best, "prompt": ending(text)}
             known = by_prompt.setdefault(text, row)
             known["tasks"].append(task)
             known["count"] += count
@@ -379,7 +379,7 @@ def row_of(line: Headline, disposition: Disposition | None) -> JsonObject:
 def _texts_of(sample: Sample | WireError | None) -> JsonObject:
     if not isinstance(sample, Sample):
         return {"prompt": "", "response": "", "label": None}
-    prompt, response = cut(prompt_text(sample), size=SHORT)[0], cut(sample.response, size=SHORT)[0]
+    prompt, response = ending(prompt_text(sample)), cut(sample.response, size=SHORT)[0]
     return {"prompt": prompt, "response": response, "label": _label(sample.label)}
 
 

@@ -17,8 +17,7 @@ from aiohttp import web
 
 from tidemill.bus.errors import BusError, NotFound
 from tidemill.bus.http.access import Handler, Route
-from tidemill.bus.http.bodies import BodyLimits
-from tidemill.bus.http.listener import Listener
+from tidemill.bus.http.listener import BodyLimits, Listener
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.page.access import HEADERS, PageAccess, error_answer, secured

@@ -31,6 +31,11 @@ def cut(text: str, start: int = 0, size: int = MAX_CHARACTERS) -> tuple[str, int
     return safe(text[start : start + size]), max(0, len(text) - start - size)
 
 
+def ending(text: str, size: int = SHORT) -> str:
+    """Return at most ``size`` characters of the end, made safe: chat prompts begin alike, and end with the question."""
+    return safe(text if len(text) <= size else f"…{text[1 - size :]}")
+
+
 def shortened(value: Any) -> Any:
     """Return the first ``SHORT`` characters of a text, and any other value as it is."""
     return value[:SHORT] if isinstance(value, str) else value

@@ -25,7 +25,7 @@ import msgspec
 from tidemill.bus.server.nats_server import LOCK_FILE, EmbeddedServer, in_use
 from tidemill.bus.system.files import lacking, sync, write_whole
 from tidemill.launch.run.access import AUTH_DIR
-from tidemill.launch.run.bus_requests import BusRequest
+from tidemill.launch.run.directory import BusRequest
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 
 BUS_DIR, CHECKPOINTS_DIR = "bus", "checkpoints"

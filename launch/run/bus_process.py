@@ -14,7 +14,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,17 +23,17 @@ from types import FrameType
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig, needed_bytes
 from tidemill.bus.errors import ServerFailed
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.server.auth import VIEWER
+from tidemill.bus.liveness import HeartbeatPublisher
+from tidemill.bus.server.auth import LEARNER, VIEWER, credentials_file
 from tidemill.bus.server.embedded_bus import EmbeddedBus, StoreKeeper
 from tidemill.bus.server.nats_server import in_use
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.files import lacking, write_whole
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.run import backup, users
+from tidemill.launch.run import backup
 from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE, auth_dir, own_address, viewer_line
-from tidemill.launch.run.bus_requests import BusRequest
+from tidemill.launch.run.directory import BusRequest, RequestRefused
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import SERVER_RESTARTS
 from tidemill.launch.settings import yaml_file
@@ -108,7 +108,7 @@ def _requests(config: RunConfig, servers: EmbeddedBus) -> Requests:
     source = backup.Source.of(config)
     return {
         backup.request_of(config.root): lambda target: backup.take(source, servers.servers, Path(target)),
-        users.request_of(config.root): lambda names: users.renew(config, servers, names.split()),
+        users_request(config.root): lambda names: renew_users(config, servers, names.split()),
     }
 
 
@@ -236,3 +236,26 @@ def _start(servers: EmbeddedBus) -> str:
         raise ValueError(str(error)) from None
     except OSError as error:
         raise ValueError(f"{error.filename}: the store of the run cannot be opened: {error.strerror}") from None
+
+
+def users_request(root: Path) -> BusRequest:
+    """Return the request for new passwords to the bus of a run."""
+    return BusRequest(root / "bus", "users")
+
+
+def renew_users(config: RunConfig, servers: EmbeddedBus, names: Sequence[str]) -> None:
+    """Give these users new passwords, and have the servers read users and certificates again.
+
+    The connections of these users are closed, and no others. Raises RequestRefused, ServerFailed.
+    """
+    directory = auth_dir(config)
+    for name in names:
+        file = credentials_file(directory, name)
+        if name == LEARNER:
+            cure = f"end both, remove {file}, and start them again"
+            raise RequestRefused(f"{name}: learner and bus read its password at their start; {cure}")
+        if not config.bus.auth or not file.is_file():
+            raise RequestRefused(f"{name}: want a user of this bus, with a file {file}; there is none")
+    for name in names:
+        credentials_file(directory, name).unlink()
+    servers.reload()

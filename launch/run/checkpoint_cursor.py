@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.bus.wire.shards import Position, is_behind
+from tidemill.bus.wire.subjects import Position, is_behind
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from tidemill.actors.engines.membership import connected
 from tidemill.bus.client.addresses import bare
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Forbidden
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter

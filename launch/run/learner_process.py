@@ -4,15 +4,14 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, default_id
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.liveness.keys import keep_keys, make_keys
+from tidemill.bus.liveness import HeartbeatPublisher, keep_keys, make_keys
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.json_object import JsonObject
@@ -79,11 +78,12 @@ async def run_learner(
     draining: asyncio.Event,
     *,
     starts: RankStarts = HERE,
+    on_live: Callable[[], None] = lambda: None,
 ) -> None:
     """Run feeder and ranks; publish the run's configuration, for actors with only the bus's address, and a live row.
 
-    The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises
-    DeviceError.
+    The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row.
+    ``on_live`` is called when the row is stored. Raises DeviceError.
     """
     from tidemill.actors.engines.address_checks import AddressChecker
     from tidemill.learner.ranks.process import run_learner
@@ -104,7 +104,7 @@ async def run_learner(
         async with (
             publishing(bus, config),
             heartbeat,
-            beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()),
+            beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run(), call_live(heartbeat, on_live)),
             uploading(bus, config),
         ):
             await run_learner(
@@ -117,6 +117,12 @@ async def run_learner(
                 on_sigterm=shown.rank_drains,
                 start_rank=starts.start,
             )
+
+
+async def call_live(heartbeat: HeartbeatPublisher, on_live: Callable[[], None]) -> None:
+    """Call ``on_live`` once the row of a learner is stored."""
+    await heartbeat.stored()
+    on_live()
 
 
 @asynccontextmanager
@@ -194,8 +200,8 @@ class LearnerRow:
         return "; ".join(text for text in (self._rank, self._node, self._engines) if text)
 
 
-NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
-RANKS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES", "PET_NNODES")
+RANKS = ("GROUP_RANK", "SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
 # Variables that show several processes on a node, their largest value for one, and the cure.
 PER_NODE = (("LOCAL_WORLD_SIZE", 1, "torchrun --nproc-per-node 1"), ("SLURM_LOCALID", 0, "srun --ntasks-per-node=1"))
 _LARGEST = 1024
@@ -217,7 +223,7 @@ def node_place(nodes: int, rank: int | None, environment: Mapping[str, str]) -> 
     Raises SettingsError naming the options and variables that do not fit.
 
     Sources: torchrun's documentation, "Environment Variables"; ``man srun``, "OUTPUT ENVIRONMENT VARIABLES";
-    Kubernetes, "Indexed Job".
+    Kubernetes, "Indexed Job"; kubeflow/trainer, ``pkg/runtime/framework/plugins/torch/torch.go``.
     """
     if nodes == 1:
         if rank:

@@ -1,4 +1,5 @@
-"""The bodies of ``tidemill router``, ``reward-server`` and ``teacher``; and the teachers that ``tidemill up`` starts.
+"""The bodies of ``tidemill router``, ``reward-server`` and ``teacher``; and the processes that ``tidemill up``
+starts beside a run: its teachers, and its page, which neither delays nor ends it.
 
 A teacher is the built-in engine alone, with one fixed model. It needs no bus, and has no version but 0.
 """
@@ -6,7 +7,7 @@ A teacher is the built-in engine alone, with one fixed model. It needs no bus, a
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.section import read
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.launch.run.process import launched
 from tidemill.launch.run.workers import engine_factory, found_run
 from tidemill.launch.settings.run_config import RunConfig
 
@@ -24,9 +26,13 @@ if TYPE_CHECKING:
     from tidemill.actors.config import EngineConfig, RouterConfig
     from tidemill.bus.system.limits import ProcessLimits
 
+
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+URL_FILE = "dashboard.url"  # File in the run's directory with the address of its page
+LOOK_S = 0.2
+END_S = 2.0
 
 
 async def run_router(
@@ -57,7 +63,7 @@ async def run_reward_server(
 
     Raises UnknownReward, BadRewardOption, RewardFailed, OSError.
     """
-    from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
+    from tidemill.actors.scoring import SCORE, SCORE_GROUP, RewardServer, serving
     from tidemill.bus.system.limits import become_undumpable
     from tidemill.rewards.scorers import opened, opened_group
 
@@ -127,3 +133,30 @@ def commands(config: RunConfig) -> dict[str, list[str]]:
             words += ["--device", "cpu", "--dtype", "float32"]
             arguments[f"teacher-{teacher.name}"] = ["teacher", teacher.model, *words]
     return arguments
+
+
+async def keep_page(root: Path, run: str, bus_url: str, report: Callable[[str], None]) -> None:
+    """Background loop: serve the page on a free port of loopback until cancelled, and report its address once.
+
+    A page that ends is reported, and not started again: `tidemill dashboard` does that.
+    """
+    file = root / URL_FILE
+    file.unlink(missing_ok=True)
+    words = ["dashboard", "--run-dir", str(root), "--bus", bus_url, "--run", run, "--port", "0"]
+    page = launched("dashboard", [*words, "--url-file", str(file)], root / "logs" / "dashboard.log")
+    try:
+        await page.start()
+        ending = asyncio.create_task(page.wait(), name="dashboard")
+        while not ending.done() and not file.exists():
+            await asyncio.wait({ending}, timeout=LOOK_S)
+        if file.exists():
+            url, _, token = file.read_text().strip().partition("?")
+            report(f"page of the run: {url}" + (f" (with its token in {file})" if token else ""))
+        code = await ending
+        report(f"the page of the run has ended with code {code}; log: {root}/logs/dashboard.log")
+        await asyncio.Event().wait()
+    except OSError as error:
+        log.warning("the page of the run was not started: %s", error)
+    finally:
+        await page.end(END_S)
+        file.unlink(missing_ok=True)

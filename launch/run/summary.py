@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject

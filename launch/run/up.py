@@ -39,8 +39,8 @@ from tidemill.launch.run.bus_process import BUS_START_S, start_bus
 from tidemill.launch.run.directory import CannotBegin, directory_of_one
 from tidemill.launch.run.engine_devices import EngineDevices
 from tidemill.launch.run.host import Host
-from tidemill.launch.run.page_process import keep_page
 from tidemill.launch.run.run_end import end_of
+from tidemill.launch.run.servers import keep_page
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import LOOK_EVERY_S, RunWatch
 from tidemill.launch.run.web_hook import WebHook

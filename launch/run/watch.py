@@ -19,13 +19,13 @@ from types import MappingProxyType
 
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import all_of
 from tidemill.bus.wire.messages import Done, Evaluated, Sample
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import summary
-from tidemill.launch.run.pace import Pace
+from tidemill.launch.run.run_facts import Pace
 from tidemill.launch.run.summary import count_in
 
 log = logging.getLogger(__name__)

@@ -196,7 +196,7 @@ async def config_on_bus(
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
     """Return the model's directory if it is here, else a snapshot from the learner; None if drained first."""
 
-    from tidemill.bus.liveness.heartbeats import Waiting
+    from tidemill.bus.liveness import Waiting
     from tidemill.weightstore.catch_up import fetch_model
 
     model = Path(config.model.path)
@@ -273,7 +273,7 @@ async def run_scorer(
     config: RunConfig | None, run: str, bus_url: str, scorer_id: str, draining: asyncio.Event, local: LocalSettings
 ) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
-    from tidemill.actors.scoring.server import ScorerPlace, run_scorer
+    from tidemill.actors.scoring import ScorerPlace, run_scorer
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)

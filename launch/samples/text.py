@@ -1,4 +1,6 @@
-"""Samples as text for a terminal, which must not interpret them, and values of messages as JSON. Knows no bus."""
+"""Samples as text for a terminal, which must not interpret them, text of token ids, and values of messages as JSON.
+Knows no bus.
+"""
 
 import json
 import math
@@ -6,11 +8,13 @@ import re
 import time
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.actors.text.text import Text as Tokenizer
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Sample, Turns
@@ -19,10 +23,15 @@ from tidemill.launch.samples.filters import Headline, prompt_text
 if TYPE_CHECKING:
     from tidemill.launch.samples.search import FoundSample
 
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}  # Colours of a message's role
 _TEXTS = ("reasoning_content", "content")  # Fields of a message that are shown as text; the others are shown as JSON
+_PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)  # Lines and characters of a text that is shortened
+_LABEL_SIZE = 40
+_GOOD = 0.99  # Lowest reward shown in green
+_CONTEXT = 8  # Tokens before a token that affect its text: a space at its beginning, the rest of a character
 
 
 def clock(unix_s: float) -> str:
@@ -120,11 +129,6 @@ def _text_of(content: object) -> str:
     return content if isinstance(content, str) else "" if content is None else to_json(content)
 
 
-_PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)  # Lines and characters of a text that is shortened
-_LABEL_SIZE = 40
-_GOOD = 0.99  # Lowest reward shown in green
-
-
 def block(match: "FoundSample", *, full: bool = False) -> Text:
     """Return a sample as text: facts, prompt, response. ``full``: nothing is shortened, messages for episodes."""
     line, sample = match.line, match.sample
@@ -186,3 +190,28 @@ def _parts(sample: Sample) -> str:
     if not isinstance(sample.reward, dict):
         return ""
     return " (" + ", ".join(f"{plain(name)} {value:.3g}" for name, value in sample.reward.items()) + ")"
+
+
+class Vocabulary:
+    """Text of token ids; without a tokenizer an id is shown as ``⟨17⟩``."""
+
+    def __init__(self, text: Tokenizer | None) -> None:
+        self._text = text
+
+    @classmethod
+    def read(cls, places: Sequence[Path]) -> Self:
+        """Return the vocabulary of the first model directory with a tokenizer; else one that shows ids."""
+        return cls(next((text for place in places if (text := Tokenizer.read(place)) is not None), None))
+
+    def pieces(self, ids: Sequence[int], first: int = 0) -> list[str]:
+        """Return the text that each token adds, from place ``first`` on."""
+        return [self._piece(ids, place) for place in range(first, len(ids))]
+
+    def _piece(self, ids: Sequence[int], place: int) -> str:
+        if self._text is None:
+            return f"⟨{ids[place]}⟩"
+        before = ids[max(0, place - _CONTEXT) : place]
+        shorter = self._text.decode(before, skip_special=False)
+        longer = self._text.decode([*before, ids[place]], skip_special=False)
+        piece = longer[len(shorter) :] if longer.startswith(shorter) else ""
+        return piece if piece and "\ufffd" not in piece else f"⟨{ids[place]}⟩"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tidemill.actors.rollout_settings import DATASET, served
 from tidemill.actors.serving.sglang.arguments import refuse_untried
 from tidemill.bus.config import SINGLE_TURN
-from tidemill.bus.wire.names import BY_ROLLOUT, RUN_NAME
+from tidemill.bus.wire.task_settings import BY_ROLLOUT, RUN_NAME
 from tidemill.learner.algorithms.alarms import refuse_unknown
 from tidemill.learner.buffer.rules import refuse_rare_pushes, refuse_sampling
 from tidemill.learner.data import DataConfig

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.messages import Kind, Status, Task
-from tidemill.bus.wire.shards import Position, is_behind
+from tidemill.bus.wire.subjects import Position, is_behind
 from tidemill.learner.buffer.groups import SampleGroup, mismatch
 from tidemill.learner.buffer.ledger import SampleAccounting, SettledIds, SettledSamples, count_of, field_of
 from tidemill.learner.buffer.rules import DataRules

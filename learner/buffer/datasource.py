@@ -15,7 +15,7 @@ import msgpack
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Settle, Task
-from tidemill.bus.wire.shards import Position
+from tidemill.bus.wire.subjects import Position
 from tidemill.learner.buffer import ledger, plans
 from tidemill.learner.buffer.admission import Admission, Requeues, TaskDemand
 from tidemill.learner.buffer.arrivals import Arrival, Arrivals
@@ -57,9 +57,12 @@ class DataSource:
 
     # ---- admit
 
-    def wanted(self) -> TaskDemand | None:
-        """Return the next task to issue; None while the staleness budget or the rest of the run admits none."""
-        return self._admission.wanted(num_open=len(self._groups), step=self.step)
+    def wanted(self, drawn: Sequence[tuple[int, int]] = ()) -> TaskDemand | None:
+        """Return the next task to issue; None while the staleness budget or the rest of the run admits none.
+
+        ``drawn`` as for ``Admission.wanted``.
+        """
+        return self._admission.wanted(num_open=len(self._groups), step=self.step, drawn=drawn)
 
     def passed(self, epoch: int) -> None:
         """Register that passes before ``epoch`` have no further prompt."""

@@ -11,7 +11,7 @@ import msgpack
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Cursor, Plan
-from tidemill.bus.wire.shards import Position, Shards
+from tidemill.bus.wire.subjects import Position, Shards
 from tidemill.learner.buffer.groups import SampleGroup
 from tidemill.learner.errors import ReplayMismatch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tidemill.bus.section import NotNegative, section
 from tidemill.bus.system.files import write_whole
-from tidemill.bus.wire.names import RUN_NAME
+from tidemill.bus.wire.task_settings import RUN_NAME
 from tidemill.learner.errors import DebugFileRefused
 
 DIRECTORY = "debug"

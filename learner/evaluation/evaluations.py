@@ -17,9 +17,9 @@ from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Task
 from tidemill.bus.wire.subjects import BEST_KEY
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.checkpoints import disk

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 from tidemill.bus import exit_codes
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
 from tidemill.bus.system.coroutines import cancellable, first_error
 from tidemill.bus.wire.rows import LiveRow

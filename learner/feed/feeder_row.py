@@ -8,7 +8,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.failures import UNTRAINED_SHARE, Senders
 from tidemill.learner.buffer.plans import is_filtered

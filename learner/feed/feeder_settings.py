@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.bus.config import BusConfig
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling
 from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.buffer.sample_index import ReadOptions
 from tidemill.learner.data import DataConfig, FilterConfig, identity_of

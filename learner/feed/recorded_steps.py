@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from tidemill.bus.errors import NotFound
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.wire.messages import Plan, Sample

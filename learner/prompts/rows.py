@@ -21,7 +21,7 @@ from tidemill.bus.system.functions import described, errors_as
 from tidemill.bus.wire.chat_messages import chat_tools
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject, is_integer, is_number
 from tidemill.bus.wire.messages import Prompt, Sampling
-from tidemill.bus.wire.names import RUN_NAME
+from tidemill.bus.wire.task_settings import RUN_NAME
 from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data import MAX_LETTERS, MAX_STOPS, REFUSE, SKIP, Source, rollout_named
 from tidemill.learner.errors import CannotRender, PromptError, TemplateLacks, TextTooLong

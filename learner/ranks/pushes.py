@@ -31,8 +31,7 @@ from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PushFailed
 from tidemill.weightstore.push.publisher import Publisher
 from tidemill.weightstore.push.push import PushHandle, PushReport
-from tidemill.weightstore.transport.staged_adapter import StagedAdapter
-from tidemill.weightstore.transport.staging import StagedModel
+from tidemill.weightstore.transport.staging import StagedAdapter, StagedModel
 
 log = logging.getLogger(__name__)
 

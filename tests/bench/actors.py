@@ -31,7 +31,7 @@ from tests.bench.sample_path import make_sample
 from tests.waits import until
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Sampling, Span

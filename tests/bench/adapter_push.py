@@ -27,7 +27,7 @@ from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.system.coroutines import new_event_loop

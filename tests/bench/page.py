@@ -42,6 +42,7 @@ VARIANTS = {"no page": -1, "no viewer": 0, "1 viewer": 1, "21 viewers": 21}
 NUM_METRICS = 150
 REPEATS = 5
 TOKENS = 64
+HISTORY_STEPS = 10_000  # Of 1,000 samples each in a history of ten million
 
 
 async def load(url: str, run: str, args: argparse.Namespace) -> dict[str, float]:
@@ -161,7 +162,7 @@ def one(variant: str, server: EmbeddedServer, directory: Path, args: argparse.Na
 
 
 async def fill(url: str, run: str, count: int) -> None:
-    """Store samples, and the metrics of a thousand steps."""
+    """Store samples, and the metrics of ten thousand steps."""
     # Ids are remembered for the window, and no sample here is stored twice.
     config = BusConfig(samples_max_bytes=20 << 30, duplicate_window_s=0.1)
     async with connect(url, run, config, name="fill") as bus:
@@ -169,7 +170,7 @@ async def fill(url: str, run: str, count: int) -> None:
         await bus.plans.fence(1)
         await asyncio.to_thread(write_samples, url, run, count)
         assert (await bus.samples.info()).messages == count
-        for step in range(1, 1001):
+        for step in range(1, HISTORY_STEPS + 1):
             metrics = {f"train/metric_{number}": step * 0.1 for number in range(NUM_METRICS)}
             await bus.plans.append(Done(epoch=1, step=step, metrics=metrics))
 
@@ -194,7 +195,8 @@ async def lists(address: str, count: int) -> dict[str, float]:
         middle, body = await seconds(f"samples?before={count // 2}")
         assert len(body["rows"]) == 100
         found, _ = await seconds(f"find?time={body['rows'][0]['stored_s']}")
-        series, _ = await seconds("series")
+        series, body = await seconds("series")
+        assert len(body["series"]) == NUM_METRICS
         return {
             "newest 100": newest,
             "100 in the middle": middle,

@@ -5,7 +5,7 @@ python -m tests.bench.page_browser [--rate 2000] [--processes 200] [--seconds 20
 Chromium shows one page after the other; a line for each has the seconds to the first drawn chart (median of
 ``--loads`` loads in a row, each beside one of the floor: one request of the same server, one canvas), the requests and
 bytes until then, times of frames (drawing, without layout), the processor time of the page's thread and of the page's
-server, and the JavaScript heap.
+server, the JavaScript heap, and the resident memory of the page's process, of which the browser itself takes most.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def measure(name: str, address: str, server: psutil.Process, args: argparse.Name
         before, cpu_s, began_s = _metrics(session), sum(server.cpu_times()[:2]), time.monotonic()
         reader.page.wait_for_timeout(1000 * args.seconds)
         after, passed_s = _metrics(session), time.monotonic() - began_s
-        served_s = sum(server.cpu_times()[:2]) - cpu_s
+        served_s, memory = sum(server.cpu_times()[:2]) - cpu_s, renderer_bytes()
         frames = sorted(reader.page.evaluate("window.frames_ms")) or [0.0]
         stored = reader.page.evaluate("fetch('/api/samples?n=1').then(answer => answer.json())")["last_seq"]
     return first | {
@@ -105,6 +105,7 @@ def measure(name: str, address: str, server: psutil.Process, args: argparse.Name
         "thread, % of a core": round(100 * (after["ThreadTime"] - before["ThreadTime"]) / passed_s, 1),
         "thread a frame, ms": round(1e3 * (after["ThreadTime"] - before["ThreadTime"]) / len(frames), 1),
         "heap, MB": round(after["JSHeapUsedSize"] / 1e6, 1),
+        "process, MB": round(memory / 1e6, 1),
         "server, % of a core": round(100 * served_s / passed_s, 1),
         "samples so far": stored,
     }
@@ -138,6 +139,12 @@ def first_chart(reader: Reader, name: str, session: Any, args: argparse.Namespac
         "requests": len(requests),
         "KB": round(sum(row[3] for row in requests) / 1e3, 1),
     }
+
+
+def renderer_bytes() -> int:
+    """Return the resident memory of the largest process in which this browser shows pages."""
+    processes = psutil.Process().children(recursive=True)
+    return max(process.memory_info().rss for process in processes if "--type=renderer" in process.cmdline())
 
 
 def _metrics(session: Any) -> dict[str, float]:

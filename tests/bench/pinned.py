@@ -25,7 +25,7 @@ from torch import Tensor
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin.batch import Event
 from tidemill.actors.serving.builtin.blocks import blocks_of
-from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
+from tidemill.actors.serving.builtin.runner import DecoderRunner
 from tidemill.actors.serving.builtin.scheduler import Scheduler
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
 from tidemill.actors.serving.builtin.sequence import Sequence as Response

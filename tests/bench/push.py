@@ -44,7 +44,7 @@ from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, r
 from tidemill.actors.serving.sglang.engine import SglangEngine
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.system.coroutines import new_event_loop

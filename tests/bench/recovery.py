@@ -27,7 +27,7 @@ import psutil
 from tests import waits
 from tests.bench.learn import CONFIG, ROOT
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus, connect, current_epoch
 from tidemill.bus.wire.messages import Done
 from tidemill.launch.run.access import BUS_URL_FILE

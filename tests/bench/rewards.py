@@ -35,13 +35,13 @@ from aiohttp import ClientSession, web
 
 from tests.bench import plain_rewards as plain
 from tidemill import launch
+from tidemill.actors.actor.sample_scoring import RemoteScoring, ScorerClient, ScorerPool
 from tidemill.actors.engines.server_discovery import ServerStatus
-from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
-from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.liveness import Keys, RunKeys
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
-from tidemill.bus.wire.names import BY_ROLLOUT
+from tidemill.bus.wire.task_settings import BY_ROLLOUT
 from tidemill.rewards import group
 from tidemill.rewards.port import RewardRequest, fields_of
 from tidemill.rewards.registry import bind

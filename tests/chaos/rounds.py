@@ -16,7 +16,7 @@ from tests.chaos.test_instants import new_steps
 from tests.unhurried import UNHURRIED
 from tests.waits import until
 from tidemill.bus.errors import BusUnavailable
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 

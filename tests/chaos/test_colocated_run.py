@@ -16,7 +16,7 @@ import pytest
 from tests.chaos.storm import drained_and_judged
 from tests.chaos.test_instants import new_steps
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.launch.run.audit import audit
 from tidemill.learner.checkpoints.disk import listed

@@ -21,14 +21,13 @@ from tests.launched import run_tidemill
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, EngineConfig, RouterConfig
 from tidemill.actors.router.server import run_router
-from tidemill.actors.scoring.server import run_scorer
+from tidemill.actors.scoring import run_scorer
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus import exit_codes
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import UnreadableRow
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from tidemill.bus.liveness.keys import Keys, admin_keys, api_keys, keep_keys, make_keys
+from tidemill.bus.liveness import HeartbeatPublisher, Keys, LiveView, admin_keys, api_keys, keep_keys, make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.readers import Cursors, History

@@ -19,7 +19,7 @@ from tests.small_disk import SmallDisk, small_disk
 from tests.unhurried import UNHURRIED
 from tests.waits import until
 from tidemill.bus.errors import BusUnavailable
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.readers import History
 from tidemill.bus.wire import subjects

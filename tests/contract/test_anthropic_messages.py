@@ -18,8 +18,8 @@ from tests.router_kit import routing
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai.anthropic_messages import chat_of
 from tidemill.bus.wire.codec import check_sample
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Status
+from tidemill.bus.wire.task_settings import Budget
 
 if TYPE_CHECKING:
     import anthropic

@@ -23,9 +23,8 @@ from nats.aio.msg import Msg
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_episode, make_partial, make_sample, make_task, take
 from tidemill.bus.errors import WireError
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import (
     Dead,
     DeadLetterDecision,
@@ -46,6 +45,7 @@ from tidemill.bus.wire.messages import (
     Turns,
 )
 from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.bus.wire.task_settings import Budget
 
 WIRE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 

@@ -28,7 +28,7 @@ from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import SequenceSize, Status, score_of
-from tidemill.launch.metrics.export import open_sink
+from tidemill.launch.cli.metrics import open_sink
 from tidemill.launch.metrics.sinks import SINK, StepMetrics
 from tidemill.learner.filters import (
     BUFFER_FILTER,

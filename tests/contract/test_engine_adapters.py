@@ -25,9 +25,9 @@ from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin import decoder
 from tidemill.actors.serving.builtin.blocks import BlockTable
-from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
 from tidemill.actors.serving.builtin.input_scores import without_cache
 from tidemill.actors.serving.builtin.lora import Adapter, AdapterRows, IncomingAdapter
+from tidemill.actors.serving.builtin.runner import DecoderRunner
 from tidemill.actors.serving.builtin.scheduler import OTHER_WEIGHTS
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
 from tidemill.actors.serving.builtin.sequence import Sequence as Response

@@ -14,7 +14,7 @@ from tests.refusals import refusal
 from tests.router_kit import Faulty, faulty
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import EngineError, EngineFailed, EngineGone, EngineUnavailable
-from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.server_process import Api
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.wire.messages import Sampling
 from tidemill.weightstore.errors import ReceiverFailed

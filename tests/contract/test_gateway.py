@@ -25,8 +25,8 @@ from tidemill.actors.engines.responses import GenerationFailed
 from tidemill.actors.episodes.port import EpisodeResult, Unfinished
 from tidemill.actors.text.text import Text
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sample, Status
+from tidemill.bus.wire.task_settings import Budget
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from tests.episode_kit import Client, Stage, chat, stage, task
 from tests.tiny_models import write_tiny_model
 from tests.waits import LIMIT_S, until
 from tidemill.bus.wire.codec import check_sample
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sample, Status
+from tidemill.bus.wire.task_settings import Budget
 
 LONG, HELD = 900, 20
 """Tokens of a response, and decoding steps until it is held: it has not ended when its first token is read."""

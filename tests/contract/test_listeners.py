@@ -28,8 +28,7 @@ from tests.waits import LIMIT_S, until
 from tidemill.actors.config import EngineConfig
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.access import Route, Rule, RunAccess
-from tidemill.bus.http.bodies import BodyLimits, body_in
-from tidemill.bus.http.listener import Listener
+from tidemill.bus.http.listener import BodyLimits, Listener, body_in
 from tidemill.launch.run.servers import run_teacher
 
 GROWTH_BYTES = 64 << 20
@@ -434,13 +433,13 @@ def test_every_construction_of_a_listener_is_a_role() -> None:
     assert sorted(made) == [
         ("actors/episodes/gateway.py", 1),
         ("actors/router/server.py", 1),
-        ("actors/scoring/server.py", 1),
+        ("actors/scoring.py", 1),
         ("actors/serving/server.py", 1),
         ("launch/deploy/probes.py", 1),
         ("launch/metrics/prometheus.py", 1),
         ("launch/page/server.py", 1),
         ("learner/checkpoints/node_copies.py", 1),
-        ("weightstore/store/snapshot_server.py", 1),
+        ("weightstore/push/snapshots.py", 1),
         ("weightstore/transport/part_server.py", 1),
     ]
 

@@ -26,8 +26,8 @@ from tidemill.actors.episodes.programs.sum_game import SumGame
 from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sample, Status
+from tidemill.bus.wire.task_settings import Budget
 
 GAMES = "tests.child_games"
 ANYTHING = r"([\s\S]*)"

@@ -31,7 +31,7 @@ from tidemill.actors.router.forward import Sessions
 from tidemill.actors.router.server import load_middleware
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.client.addresses import KeptPort
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 
 LONG = 4000

@@ -13,27 +13,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine_serving import serving
 from tests.examples import THOROUGH
 from tests.families import FAMILIES, KINDS, family_model, write_family
 from tests.forked import completed
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import as_released, write_tiny_model
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import NotDecoded, UnsupportedModel, UpdateRefused
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin.batch import Batch
 from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, budget
+from tidemill.actors.serving.builtin.engine import OpenedModel, open_model
 from tidemill.actors.serving.builtin.input_scores import Scoring
-from tidemill.actors.serving.builtin.opening import OpenedModel, open_model
-from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
-from tidemill.actors.serving.builtin.row_sizes_child import sizes_on_meta
+from tidemill.actors.serving.builtin.row_sizes import read_row_sizes, sizes_on_meta
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape, choose_runner
 from tidemill.actors.serving.builtin.transformers_cache import RowCache, probe, row_sizes
 from tidemill.actors.serving.builtin.transformers_runner import TransformersRunner
-from tidemill.actors.serving.builtin.weight_set import WeightSet
-from tidemill.actors.serving.builtin.weights import load_from_bucket, load_from_directory
+from tidemill.actors.serving.builtin.weights import WeightSet, load_from_bucket, load_from_directory
 from tidemill.weightstore.format.manifest import Bucket, spec_of
 
 NEAR = 2e-5
@@ -182,6 +181,14 @@ def test_files_of_a_second_model_give_that_model(name: str, tmp_path: Path) -> N
     assert torch.equal(log_probs(another.model, tokens), log_probs(weights.model, tokens))  # type: ignore[attr-defined]
 
 
+def test_dense_layers_beside_experts_have_the_names_of_their_files(tmp_path: Path) -> None:
+    files = as_released(write_family(tmp_path, "kimi_linear"))
+    weights = opened(tmp_path).weights
+    another = filled(weights, tmp_path)
+    assert weights.named.keys() == another.named.keys() == files.keys()
+    assert all(torch.equal(another.named[name], tensor) for name, tensor in files.items())
+
+
 @torch.inference_mode()
 def kept_log_probs(models: Items[tuple[Any, int]], sequence: Sequence) -> np.ndarray:
     """Return log-probs of a response whose weights changed on the way and whose cache was kept: ``models`` = (model,
@@ -259,6 +266,16 @@ def test_a_model_that_decodes_rows_wrongly_is_refused_at_the_start(tmp_path: Pat
     with pytest.raises(UnsupportedModel) as refused:
         runner.self_test()
     assert refused.value.where == "model_type olmo3"
+
+
+def test_a_model_that_leaves_the_cache_empty_is_refused(tmp_path: Path) -> None:
+    """RWKV has states of its own, under another argument."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
+    config = AutoConfig.for_model("rwkv", **sizes, max_position_embeddings=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="leaves it empty") as refused:
+        opened(tmp_path)
+    assert refused.value.where == "model_type rwkv"
 
 
 def test_states_of_rows_take_memory_from_the_blocks_and_are_bounded() -> None:

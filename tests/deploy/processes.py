@@ -15,7 +15,7 @@ from typing import Self
 from tests.waits import until
 from tests.whole.running import SMOKE, until_step
 from tidemill.bus.errors import BusUnavailable
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Done
 from tidemill.launch.run.audit import EVERYTHING, audit

@@ -18,8 +18,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import ended
 from tidemill.bus.wire.subjects import AUTOSCALE_KEY
 from tidemill.launch.deploy import autoscaler
-from tidemill.launch.deploy.autoscale import Bounds
-from tidemill.launch.deploy.autoscaler import Autoscaler
+from tidemill.launch.deploy.autoscaler import Autoscaler, Bounds
 from tidemill.launch.run import desired
 
 BOUNDS = {"engine": Bounds(2, 4), "actor": Bounds(1, 8)}

@@ -20,7 +20,7 @@ from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
 from tidemill.actors.engines.membership import first_row
 from tidemill.bus.client.addresses import KeptPort
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, Waiting
+from tidemill.bus.liveness import HeartbeatPublisher, Waiting
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.launch.deploy import probes
 from tidemill.launch.deploy.probes import Main

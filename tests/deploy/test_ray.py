@@ -1,24 +1,31 @@
-"""`tidemill ray` in a cluster of three nodes, some of whose Ray actors are killed: 0 lost, 0 twice."""
+"""`tidemill ray` in a cluster of this machine, whose processes, Ray actors and nodes are killed: 0 lost, 0 twice; and
+the ranks of a learner as workers of Ray Train.
+"""
 
+import asyncio
 import json
 import os
+import random
+import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.chaos.parts import PATIENCE_S, parts
+from tests.deploy.ray_run import PROGRAM, QUIET, RayCluster, RayRun, ray_cluster
+from tests.launched import run_tidemill
 from tests.template import ROOT
-from tests.waits import LIMIT_S, poll
-from tidemill.bus.system.processes import die_with_parent
+from tests.waits import LIMIT_S
+from tests.whole.prepared import made
+from tests.whole.running import SMOKE
 
-pytestmark = pytest.mark.slow
 STEPS = 40
-CPUS = "2,1,2"
-"""CPUs of the three nodes: the first is full with bus and learner, an engine and two actors fill the others."""
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0", "CUDA_VISIBLE_DEVICES": ""}
+BLOWS, SEED = 10, 7
 
 
 @pytest.fixture
@@ -29,110 +36,116 @@ def python(request: pytest.FixtureRequest) -> Path:
     return Path(path).absolute()
 
 
-@pytest.fixture
-def cluster(python: Path, tmp_path: Path) -> Iterator[str]:
-    """Yield the address of a cluster, which ends with its standard input."""
-    with (tmp_path / "cluster.log").open("wb") as log:
-        nodes = subprocess.Popen(
-            [python, Path(__file__).with_name("ray_nodes.py"), CPUS],
-            env={**os.environ, **QUIET},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            preexec_fn=die_with_parent(),
-        )
-    assert nodes.stdin is not None and nodes.stdout is not None
-    with nodes.stdin, nodes.stdout:
-        address = nodes.stdout.readline().strip()
-        assert address, (tmp_path / "cluster.log").read_text()
-        yield address
-    assert nodes.wait(LIMIT_S) == 0
-
-
-class Driver:
-    """A running `tidemill ray` of the smoke run."""
-
-    def __init__(self, python: Path, address: str, directory: Path, *settings: str) -> None:
-        self.directory, self.log_file = directory / "run", directory / "ray.log"
-        program = ROOT / ".venv/bin/tidemill"
-        words = ["ray", "smoke", "--address", address, "--program", program]
-        for setting in (f"directory={self.directory}", "bus.insecure=true", *settings):
-            words += ["--set", setting]
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                [python.with_name("tidemill"), *words],
-                env={**os.environ, **QUIET},
-                stdout=log,
-                stderr=log,
-                preexec_fn=die_with_parent(),
-            )
-
-    def child(self, name: str) -> psutil.Process:
-        """Return the process of this name, once it runs: the one whose log this is."""
-        log = str(self.directory / "logs" / f"{name}.log")
-        found: list[psutil.Process] = []
-
-        def runs() -> bool:
-            found[:] = [process for process in psutil.process_iter() if _writes(process, log)]
-            return bool(found)
-
-        poll(runs, every_s=0.2, timeout_s=LIMIT_S)
-        return min(found, key=lambda process: process.create_time())
-
-    def kill_owner(self, name: str) -> psutil.Process:
-        """Kill the worker process of a Ray actor; return the child that it owned, which has ended with it."""
-        child = self.child(name)
-        owner = child.parent()
-        assert owner is not None and "ray::" in " ".join(owner.cmdline()), owner
-        owner.kill()
-        child.wait(LIMIT_S)
-        return child
-
-    def until_step(self, step: int) -> None:
-        def has_step() -> bool:
-            assert self.process.poll() is None, self.logs()
-            return any(int(path.name.split("-")[1]) >= step for path in self.directory.glob("checkpoints/step-*"))
-
-        poll(has_step, every_s=0.2, timeout_s=LIMIT_S)
-
-    def logs(self) -> str:
-        files = [self.log_file, *self.directory.glob("logs/*.log")]
-        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-2000:]}" for file in files)
-
-
-def _writes(process: psutil.Process, log: str) -> bool:
+@contextmanager
+def started(cluster: RayCluster, directory: Path, *settings: str) -> Iterator[RayRun]:
+    """Yield a run with two actors; its driver is killed at the end."""
+    run = RayRun(cluster, directory, "learner.checkpoint_every=5", "up.actors=2", *settings)
     try:
-        return os.readlink(f"/proc/{process.pid}/fd/2") == log
-    except OSError:
-        return False
+        yield run
+    finally:
+        run.process.kill()
+        run.process.wait(LIMIT_S)
 
 
-@pytest.fixture
-def driver(python: Path, cluster: str, tmp_path: Path) -> Iterator[Driver]:
-    settings = (f"learner.steps={STEPS}", "learner.checkpoint_every=5", "up.actors=2")
-    driver = Driver(python, cluster, tmp_path, *settings)
-    yield driver
-    if driver.process.poll() is None:
-        driver.process.kill()
-        driver.process.wait(LIMIT_S)
-
-
-def test_a_run_survives_its_ray_actors(driver: Driver) -> None:
-    for step, victim in ((5, "engine-0"), (10, "actor-1"), (15, "learner")):
-        driver.until_step(step)
-        ended = driver.kill_owner(victim)
-        assert driver.child(victim).pid != ended.pid
-    assert driver.process.wait(LIMIT_S) == 0, driver.logs()
-    summary = json.loads((driver.directory / "summary.json").read_text())
+def check_accounting(run: RayRun, steps: int) -> None:
+    """Wait for the end of the run, whose accounting must balance."""
+    assert run.process.wait(LIMIT_S) == 0, run.logs()
+    summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["samples_lost"], summary["samples_trained_twice"], summary["books_balance"]) == (0, 0, True)
-    assert summary["steps"] == STEPS
+    assert summary["steps"] == steps
 
 
-def test_sigterm_of_the_driver_ends_all_processes(driver: Driver) -> None:
-    driver.until_step(5)
-    children = [driver.child(name) for name in ("bus", "learner", "engine-0", "actor-0", "actor-1")]
-    driver.process.send_signal(signal.SIGTERM)
-    assert driver.process.wait(LIMIT_S) == 0, driver.logs()
-    for child in children:
-        child.wait(LIMIT_S)
+@pytest.mark.slow
+def test_a_run_on_a_bus_with_users_survives_its_ray_actors(python: Path, tmp_path: Path) -> None:
+    with ray_cluster(python, tmp_path, "2,1,2") as cluster:
+        with started(cluster, tmp_path, f"learner.steps={STEPS}", "bus.auth=true") as run:
+            for step, victim in ((5, "engine-0"), (10, "actor-1"), (15, "learner")):
+                run.until_step(step)
+                ended = run.kill_owner(victim)
+                assert run.child(victim).pid != ended.pid
+            check_accounting(run, STEPS)
+        assert (run.directory / "auth/engine-0.env").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_of_the_driver_ends_all_processes(python: Path, tmp_path: Path) -> None:
+    with ray_cluster(python, tmp_path, "2,1,2") as cluster:
+        with started(cluster, tmp_path, f"learner.steps={STEPS}", "bus.insecure=true") as run:
+            run.until_step(5)
+            children = [run.child(name) for name in ("bus", "learner", "engine-0", "actor-0", "actor-1")]
+            run.process.send_signal(signal.SIGTERM)
+            assert run.process.wait(LIMIT_S) == 0, run.logs()
+            for child in children:
+                child.wait(LIMIT_S)
+
+
+@pytest.mark.slow
+def test_a_storm_over_a_run_on_ray_and_all_engines_preempted_at_once(python: Path, tmp_path: Path) -> None:
+    """Each worker has a node of its own. At the end the run is drained, and continued for its accounting."""
+    settings = ("bus.insecure=true", "up.engines=2", "up.restarts=100")
+    with ray_cluster(python, tmp_path, "2,1,1,1,1") as cluster:
+        with started(cluster, tmp_path, "learner.steps=1000000", *settings) as run:
+            storm(run, cluster)
+            lose_all_engines(run, cluster)
+            run.process.send_signal(signal.SIGTERM)
+            assert run.process.wait(LIMIT_S) == 0, run.logs()
+        last = run.step() + 20
+        with started(cluster, tmp_path, f"learner.steps={last}", *settings) as run:
+            check_accounting(run, last)
+
+
+def storm(run: RayRun, cluster: RayCluster) -> None:
+    """Kill processes, Ray actors and nodes, each blow a random number of steps after the one before."""
+    chosen, workers = random.Random(SEED), ("engine-0", "engine-1", "actor-0", "actor-1")
+    for _ in range(BLOWS):
+        run.until_step(run.step() + chosen.randrange(5, 15))
+        blow = chosen.choice((run.kill, run.kill_owner, run.lose_node))
+        blow(chosen.choice(workers if blow == run.lose_node else ("bus", "learner", *workers)))
+        if blow == run.lose_node:
+            cluster.boot(1)
+
+
+def lose_all_engines(run: RayRun, cluster: RayCluster) -> None:
+    """Lose the nodes of all engines, and wait until the steps are as fast as before."""
+    run.until_step(run.step() + 10)
+    engines, before_s = ("engine-0", "engine-1"), seconds_of_steps(run, 20)
+    for engine in engines:
+        run.lose_node(engine)
+    for _ in engines:
+        cluster.boot(1)
+    for engine in engines:
+        run.child(engine)
+    run.say("both engines were started again")
+    after_s = [seconds_of_steps(run, 20) for _ in range(5)]
+    run.say(f"20 steps took {before_s:.1f} s before, and after it {', '.join(f'{s:.1f}' for s in after_s)} s")
+    assert min(after_s) < 2 * before_s
+
+
+def seconds_of_steps(run: RayRun, count: int) -> float:
+    """Return the seconds in which the next steps are done."""
+    began_s = time.monotonic()
+    run.until_step(run.step() + count)
+    return time.monotonic() - began_s
+
+
+@pytest.mark.slow
+def test_workers_of_ray_train_are_ranks_of_the_learner(python: Path, tmp_path: Path) -> None:
+    """By the recipe of docs/launchers.md, on two nodes of two workers."""
+    made(SMOKE)
+    (recipe,) = re.findall(r"```python\n(# ranks\.py.*?)```", (ROOT / "docs/launchers.md").read_text(), re.DOTALL)
+    (tmp_path / "ranks.py").write_text(recipe)
+    settings = ("learner.steps=4", "learner.data_parallel=4", "learner.checkpoint.store=shared")
+    with parts(tmp_path, *settings) as run, ray_cluster(python, tmp_path, "2,2") as cluster:
+        asyncio.run(run.begin("engine", "actor"))
+        learner = [str(PROGRAM), "learner", "--config", str(SMOKE), "--bus", run.url]
+        learner += [word for setting in (f"directory={run.root}", *settings) for word in ("--set", setting)]
+        done = subprocess.run(
+            [python, tmp_path / "ranks.py", "4", *learner],
+            env={**os.environ, **QUIET, "RAY_ADDRESS": cluster.address, "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-3000:]
+        assert run_tidemill("audit", "--bus", run.url).returncode == 0

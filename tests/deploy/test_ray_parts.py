@@ -7,8 +7,8 @@ import pytest
 
 from tests.waits import LIMIT_S, poll
 from tidemill.bus import exit_codes
-from tidemill.launch.deploy.ray_cluster.owner import Owner, Program, command_of
-from tidemill.launch.deploy.ray_cluster.placement import Demand
+from tidemill.launch.deploy.ray_owner import Owner, Program, command_of
+from tidemill.launch.deploy.ray_run import Demand
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.run_paths import CONFIGS
@@ -58,7 +58,8 @@ def test_an_owner_writes_the_configuration_and_returns_the_end(tmp_path: Path) -
 
 
 def test_an_owner_drains_and_starts_again(tmp_path: Path) -> None:
-    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); print('up', flush=True); signal.pause()"
+    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [15])"
+    code = f"{block}; print('up', flush=True); signal.sigwait([15])"
     owner = Owner(program(tmp_path, sys.executable, "-c", code))
     first = owner.pid()
     assert owner.wait(0) is None

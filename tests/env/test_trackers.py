@@ -25,7 +25,7 @@ from tests.waits import poll
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done
-from tidemill.launch.metrics.trackers import mlflow_name
+from tidemill.launch.metrics.sinks import mlflow_name
 
 
 @pytest.fixture

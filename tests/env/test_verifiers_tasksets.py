@@ -29,8 +29,8 @@ from tidemill.actors.episodes.rollouts import ProgramRollout
 from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.codec import check_sample
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sample, Status
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.cli.main import main
 
 HERE = Path(__file__).parent

@@ -47,6 +47,7 @@ def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
     from tidemill.learner.backends.megatron import state
     from tidemill.learner.backends.megatron.model import build_policy
     from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+    from tidemill.learner.checkpoints.staged_files import write_staged
     from tidemill.learner.trainer.backups import OtherModels, WeightBackup
     from tidemill.learner.trainer.trainer import Trainer
 
@@ -55,7 +56,11 @@ def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
         optimizer, proximal = MegatronOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
         trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=proximal))
         trainer.train(make_batches(make_samples(vocab=VOCAB, step=3), step=3)[0])
-        state.save(Path(directory), step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
+        write_staged(
+            state.stage(
+                Path(directory), step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal)
+            )
+        )
         saved = policy.digest()
         return {"digest": saved, "next": trainer.train(make_batches(make_samples(vocab=VOCAB, step=4), step=4)[0])}
 

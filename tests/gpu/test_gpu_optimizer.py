@@ -15,6 +15,7 @@ from tidemill.learner.backends.megatron.groups import Replicas
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.offload import OffloadedAdam
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.trainer.trainer import Trainer
 
@@ -66,7 +67,7 @@ def test_shares_train_and_are_loaded_by_the_plain_optimizer(
         ours, wanted = take(trainer, step), take(plain[0], step)
         assert ours["train/loss"] == pytest.approx(wanted["train/loss"], rel=1e-4, abs=1e-4)
         assert ours["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=1e-4)
-    state.save(tmp_path, step=4, policy=policy, optimizer=optimizer)
+    write_staged(state.stage(tmp_path, step=4, policy=policy, optimizer=optimizer))
     _, other, its_optimizer = learner(model_dir, rank, dtype, "plain")
     assert state.load(tmp_path, policy=other, optimizer=its_optimizer)[0] == 4
     assert other.digest() == policy.digest()

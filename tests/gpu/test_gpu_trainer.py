@@ -19,6 +19,7 @@ from tidemill.learner.backends.megatron import state
 from tidemill.learner.backends.megatron.layers.kernels import Wanted
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup
 from tidemill.learner.trainer.trainer import Trainer
@@ -95,8 +96,10 @@ def test_the_same_bits_twice_and_after_a_restart(dtype: str, rank: Parallel, mod
             trainer.train(batch(step))
             made.append(policy.digest())
             if (attempt, step) == (0, 3):
-                state.save(
-                    tmp_path, step=step, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal)
+                write_staged(
+                    state.stage(
+                        tmp_path, step=step, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal)
+                    )
                 )
         digests.append(made)
     assert digests[0] == digests[1], "not repeatable on this device"

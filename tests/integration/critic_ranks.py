@@ -22,6 +22,7 @@ from tidemill.learner.backends.megatron.groups import Replicas
 from tidemill.learner.backends.megatron.layers.kernels import Wanted
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
@@ -77,7 +78,9 @@ class Built:
         return metrics
 
     def save(self, directory: Path, step: int) -> None:
-        state.save(directory, step=step, policy=self.policy, optimizer=self.optimizer, others=self.saved_models)
+        write_staged(
+            state.stage(directory, step=step, policy=self.policy, optimizer=self.optimizer, others=self.saved_models)
+        )
 
     def load(self, directory: Path) -> int:
         return state.load(directory, policy=self.policy, optimizer=self.optimizer, others=self.saved_models)[0]

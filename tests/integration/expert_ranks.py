@@ -26,6 +26,7 @@ from tidemill.learner.backends.megatron.layers.experts import Mixture
 from tidemill.learner.backends.megatron.layers.kernels import Wanted
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.layout import parallel
 from tidemill.learner.settings.config import OptimizerConfig
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup
@@ -281,12 +282,14 @@ def unbroken(model_dir: Path, here: parallel.Parallel, directory: Path, way: str
         directory.mkdir(parents=True)
     torch.distributed.barrier()
     if same_run(way) == "plain":  # the others are not resumed
-        state.save(
-            directory,
-            step=SAVED,
-            policy=made.policy,
-            optimizer=made.optimizer,
-            others=OtherModels(proximal=made.proximal),
+        write_staged(
+            state.stage(
+                directory,
+                step=SAVED,
+                policy=made.policy,
+                optimizer=made.optimizer,
+                others=OtherModels(proximal=made.proximal),
+            )
         )
     return {
         "began": began,

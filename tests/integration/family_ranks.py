@@ -18,6 +18,7 @@ from tests.megatron_world import joined, not_sent_once
 from tests.tiny_models import DENSE, EXPERTS
 from tidemill.learner.backends.megatron import state
 from tidemill.learner.backends.megatron.model import build_policy
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.trainer.backups import OtherModels
 
@@ -92,12 +93,14 @@ def used(model_dir: Path, here: Parallel, way: Way, of_one: Path, out: Path) -> 
         (out / "saved").mkdir(parents=True)
         save_file(weights, out / "weights.safetensors")
     torch.distributed.barrier()
-    state.save(
-        out / "saved",
-        step=STEPS[-1],
-        policy=made.policy,
-        optimizer=made.optimizer,
-        others=OtherModels(proximal=made.proximal),
+    write_staged(
+        state.stage(
+            out / "saved",
+            step=STEPS[-1],
+            policy=made.policy,
+            optimizer=made.optimizer,
+            others=OtherModels(proximal=made.proximal),
+        )
     )
     other = build_policy(model_dir, dtype="float32", parallel=here, replicas=way.replicas)
     for _, weight in other.named_weights():

@@ -18,6 +18,7 @@ from tidemill.learner.backends.megatron.groups import Replicas
 from tidemill.learner.backends.megatron.layers.kernels import Wanted
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig, Tuning
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup, initial_weights
@@ -163,12 +164,14 @@ def saved(model_dir: Path, here: Parallel, checkpoint: Path, *, lora: LoraConfig
     take(ours, STEPS[0], here)
     ours.proximal.refresh()
     checkpoint.mkdir(exist_ok=True)
-    state.save(
-        checkpoint,
-        step=STEPS[0],
-        policy=ours.policy,
-        optimizer=ours.optimizer,
-        others=OtherModels(proximal=ours.proximal),
+    write_staged(
+        state.stage(
+            checkpoint,
+            step=STEPS[0],
+            policy=ours.policy,
+            optimizer=ours.optimizer,
+            others=OtherModels(proximal=ours.proximal),
+        )
     )
 
 

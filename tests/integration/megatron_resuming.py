@@ -21,6 +21,7 @@ from tidemill.learner.backends.megatron import groups, state
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.layout import parallel
 from tidemill.learner.settings.config import OptimizerConfig
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup
@@ -91,12 +92,14 @@ class Learner:
         if self.here.rank == 0:
             directory.mkdir(parents=True)
         dist.barrier()
-        state.save(
-            directory,
-            step=STEPS[0],
-            policy=self.policy,
-            optimizer=self.optimizer,
-            others=OtherModels(proximal=self.proximal),
+        write_staged(
+            state.stage(
+                directory,
+                step=STEPS[0],
+                policy=self.policy,
+                optimizer=self.optimizer,
+                others=OtherModels(proximal=self.proximal),
+            )
         )
 
     def resume(self, directory: Path) -> dict[str, Any]:

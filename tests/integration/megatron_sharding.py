@@ -18,6 +18,7 @@ from tidemill.learner.backends.megatron import state
 from tidemill.learner.backends.megatron.groups import Replicas
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.kernels import logprobs
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import OptimizerConfig
@@ -132,7 +133,7 @@ def trained(
 def saved(directory: Path, policy: MegatronPolicy, optimizer: MegatronOptimizer) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    state.save(directory, step=STEPS[0], policy=policy, optimizer=optimizer)
+    write_staged(state.stage(directory, step=STEPS[0], policy=policy, optimizer=optimizer))
     return directory
 
 

@@ -32,7 +32,7 @@ from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Sample, Sampling

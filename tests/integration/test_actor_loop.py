@@ -33,7 +33,7 @@ from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Kind, Sampling, Status

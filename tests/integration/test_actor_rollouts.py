@@ -32,14 +32,14 @@ from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, GatewayConfig
 from tidemill.actors.errors import BadRow
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.section import Sections, read
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.limits import children_of
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Kind, Status
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.cli.status import unserved
 
 

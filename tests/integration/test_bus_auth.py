@@ -26,17 +26,26 @@ from tidemill.bus import exit_codes
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Denied, Forbidden, ServerFailed
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from tidemill.bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
+from tidemill.bus.liveness import (
+    ADMIN_KEY,
+    API_KEY,
+    HeartbeatPublisher,
+    Keys,
+    LiveView,
+    admin_keys,
+    api_keys,
+    make_keys,
+)
 from tidemill.bus.server.auth import credentials_file, make_users, read_credentials
 from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.streams.bus import Bus, connect, find_run, raise_epoch, runs_on
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import DeadLetterDecision, Done
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.deploy.registry import read_runs
-from tidemill.launch.run import desired, users
-from tidemill.launch.run.bus_requests import RequestRefused
+from tidemill.launch.cli.runs import read_runs
+from tidemill.launch.run import desired
+from tidemill.launch.run.bus_process import renew_users
+from tidemill.launch.run.directory import RequestRefused
 from tidemill.launch.settings.config_loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -447,7 +456,7 @@ async def test_a_user_gets_a_new_password_while_the_others_stay_connected(
     before = line_of(guarded.url, auth_dir, "actor-0")
     async with as_user("learner") as learner, as_user("actor-1") as other, as_user("actor-0") as renewed:
         outages = [bus.nc.stats["reconnects"] for bus in (learner, other)]
-        await asyncio.to_thread(users.renew, config, guarded, ["actor-0"])
+        await asyncio.to_thread(renew_users, config, guarded, ["actor-0"])
         await until(lambda: not renewed.connected)
         await other.samples.publish(make_sample(RUN, actor="actor-1"))
         assert [bus.nc.stats["reconnects"] for bus in (learner, other)] == outages
@@ -462,7 +471,7 @@ async def test_a_user_gets_a_new_password_while_the_others_stay_connected(
         await again.samples.publish(make_sample(RUN, actor="actor-0", task=2))
     for name, reason in (("learner", "read its password at their start"), ("actor-9", "there is none")):
         with pytest.raises(RequestRefused, match=f"{name}: .*{reason}"):
-            users.renew(config, guarded, [name])
+            renew_users(config, guarded, [name])
 
 
 def openssl(directory: Path, *words: str) -> None:

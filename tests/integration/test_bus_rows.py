@@ -12,7 +12,7 @@ from tests.refusals import refusal
 from tests.waits import LIMIT_S, turn, until, until_gone
 from tidemill.bus.client.rows import Row, Value
 from tidemill.bus.errors import NotFound, RowConflict, UnreadableRow, WireError
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes, release
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView, processes, release
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect, raise_epoch
 from tidemill.bus.wire.rows import Capabilities, LiveRow

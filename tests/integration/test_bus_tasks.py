@@ -18,8 +18,8 @@ from tidemill.bus.streams import tasks as bus_tasks
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.tasks import Lease
 from tidemill.bus.wire.codec import encode_dead, encode_task
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Kind
+from tidemill.bus.wire.task_settings import Budget
 
 LONG_S = 600.0
 """Seconds of a lease, or of a wait, that is not over within a test."""

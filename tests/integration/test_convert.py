@@ -29,7 +29,7 @@ from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tests.waits import until
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import LiveRow
@@ -41,6 +41,7 @@ from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.backends.megatron.state import StagedSave
 from tidemill.learner.backends.megatron.weights import OTHER_NAMES
 from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
 
@@ -124,7 +125,7 @@ def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(
         ours = learner(model_dir, here, lora=LoraConfig(rank=2, alpha=4, targets=("q_proj", "v_proj", "down_proj")))
         take(ours, STEPS[0], here)
         (run / "saved").mkdir()
-        state.save(run / "saved", step=3, policy=ours.policy, optimizer=ours.optimizer)
+        write_staged(state.stage(run / "saved", step=3, policy=ours.policy, optimizer=ours.optimizer))
         wanted = {name: tensor.clone() for name, tensor in ours.policy.export()}
     checkpoint = committed(run, "saved")
     assert main(["convert", str(checkpoint), str(tmp_path / "out")]) == 0  # the model is the run's

@@ -24,7 +24,7 @@ from tests.check_kit import write_model, write_run
 from tests.gpu_kit import MIB, fake_nvidia_smi, uuid_of
 from tests.gpu_kit import row as gpu_row
 from tests.waits import LIMIT_S, until
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 

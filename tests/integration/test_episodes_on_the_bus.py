@@ -9,8 +9,8 @@ from tests.bus_kit import take
 from tests.data_kit import rules, sample, task
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.codec import check_sample, encode_task
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Cursor, Done, Plan, Sample, SequenceSize, Task, Turns
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.datasource import DataSource

@@ -6,7 +6,7 @@ import asyncio
 
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.wire.rows import LiveRow, NodeRow
 from tidemill.launch.run.learner_process import LearnerRow
 from tidemill.weightstore.store.registry import VersionRegistry

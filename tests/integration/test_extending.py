@@ -23,7 +23,7 @@ from tests.web_hook import web_hook
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.bus.wire.messages import Sampling, Status
-from tidemill.launch.metrics.export import open_sink
+from tidemill.launch.cli.metrics import open_sink
 from tidemill.launch.metrics.sinks import StepMetrics
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective

@@ -5,7 +5,8 @@ alone, gradients included, and the export is the files bit for bit.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,19 @@ from tests.families import (
     write_family,
 )
 from tests.integration import fsdp_family_ranks
-from tests.integration.fsdp_family_ranks import measured
+from tests.integration.fsdp_family_ranks import gap, measured, row_pass
 from tests.learner_steps import run_ranks
 from tidemill.actors.config import EngineConfig
+from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.input_scores import Scoring
-from tidemill.actors.serving.builtin.opening import open_model as open_engine
-from tidemill.learner.backends.fsdp.model import Place
+from tidemill.learner.backends.fsdp.model import Place, open_model
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
-from tidemill.learner.backends.fsdp.self_test import TOLERANCE, Alone, randomize
+from tidemill.learner.backends.fsdp.policy import Replay
+from tidemill.learner.backends.fsdp.self_test import TOLERANCE, Alone, randomize, row_of
 
 TRIED = list(FAMILIES) if THOROUGH else list(KINDS)
+ROUTED = [name for name, cells in page_rows(PAGE.read_text()).items() if (cells[2], cells[4]) == ("packed", "yes")]
+"""Families with experts whose routing can be replayed."""
 LOG_PROBS, GRADIENTS = 5e-5, 2e-5
 """Largest differences in float32: of a log-prob, in nats, and of a gradient relative to the largest."""
 
@@ -106,6 +110,28 @@ def test_transformers_and_the_engine_load_the_export_of_two_ranks(
     assert torch.equal(*logits)
     wanted = logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
     np.testing.assert_allclose(scores.log_probs_P, wanted, atol=LOG_PROBS, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTED)
+def test_routers_take_known_experts(name: str, place: Place, tmp_path: Path) -> None:
+    """Experts of the router's own choice change no bit of log-probs and gradients, nor do unknown ones; others do."""
+    model = open_model(write_family(tmp_path, name), dtype="float32", place=place, recompute=True)
+    routing, row = Replay(model.transformer, replays=True), row_of(LENGTHS)
+
+    def replayed(experts: Sequence[torch.Tensor]) -> float:
+        """Return the largest difference from the pass that recorded the experts of ``row``."""
+        with routing.replaying(), routing.row(replace(row, experts=tuple(experts))):
+            log_probs_TV, gradients = row_pass(model)
+        assert set(gradients) == set(wanted)
+        return max(float((log_probs_TV - wanted_TV).abs().max()), gap(gradients, wanted))
+
+    with routing.recording(), routing.row(row):
+        wanted_TV, wanted = row_pass(model)
+    assert replayed(row.experts) == 0.0
+    assert replayed([experts.new_full(experts.shape, -1) for experts in row.experts]) == 0.0
+    others = [(experts + 1) % (int(experts.max()) + 1) for experts in row.experts]
+    assert replayed(others) > 1e-3
 
 
 def test_the_page_has_every_family() -> None:

@@ -13,11 +13,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.families import LENGTHS, VOCAB, config_of, one_place, plain_model, sequences, write_family
+from tests.families import (
+    LENGTHS,
+    VOCAB,
+    config_of,
+    one_place,
+    plain_model,
+    sequences,
+    write_family,
+)
 from tests.integration import fsdp_family_ranks
 from tests.integration.fsdp_family_ranks import different, files_of, gap, measured, row_pass
 from tests.learner_steps import run_ranks
 from tests.refusals import refusal
+from tests.tiny_models import as_released
 from tidemill.learner import Family
 from tidemill.learner.backends.fsdp.model import FsdpModel, Place, open_model
 from tidemill.learner.backends.fsdp.self_test import randomize, row_of, self_test
@@ -192,6 +201,13 @@ def test_files_with_experts_in_one_tensor_are_exported_so(place: Place, tmp_path
     fused = plain_model(write_family(tmp_path, "qwen3_moe")).state_dict()
     rewrite(tmp_path, {name: tensor.contiguous() for name, tensor in fused.items()})
     assert different(dict(opened(tmp_path, place).export()), files_of(tmp_path)) == []
+
+
+def test_dense_layers_beside_experts_keep_the_names_of_their_files(place: Place, tmp_path: Path) -> None:
+    files = as_released(write_family(tmp_path, "kimi_linear"))
+    model = opened(tmp_path, place)
+    assert different(dict(model.export()), files) == []
+    assert model.file_names("model.layers.0.mlp.up_proj.weight") == ["model.layers.0.mlp.up_proj.weight"]
 
 
 def test_the_text_of_a_model_with_images_keeps_the_names_of_its_files(place: Place, tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from tests.unit.test_rewards_http import answering
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
-from tidemill.actors.scoring.server import RewardServer, serving
+from tidemill.actors.scoring import RewardServer, serving
 from tidemill.bus.section import Sections, read
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.system.limits import ProcessLimits
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Kind, Sample, Status
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest, relative_length
 from tidemill.rewards.port import RewardRequest

@@ -22,7 +22,7 @@ from tests.refusals import refusal
 from tests.waits import LIMIT_S, until
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.server.auth import credentials_file
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus

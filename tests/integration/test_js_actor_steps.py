@@ -31,7 +31,7 @@ from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.readers import History

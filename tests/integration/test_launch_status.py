@@ -17,13 +17,13 @@ from rich.console import Console
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.launched import ROOT, run_tidemill
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, release
+from tidemill.bus.liveness import HeartbeatPublisher, release
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Done, Plan, Settle, Status
 from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.cli.find_run import find_run
 from tidemill.launch.cli.status import print_status, read_status, unserved
 from tidemill.launch.run.access import BUS_URL_FILE

@@ -8,12 +8,11 @@ import pytest
 from rich.console import Console
 
 from tests.bus_fixtures import BusOpener
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli import top
-from tidemill.launch.cli.top import show_top
-from tidemill.launch.run.hosts_view import Rates, hosts_picture, lines_of
+from tidemill.launch.cli.top import Rates, hosts_picture, lines_of, show_top
 from tidemill.launch.run.watch import SILENT_S, RunWatch
 
 ENGINE = LiveRow(role="engine", id="e-0", host="gpu-1", pid=1, phase="serving", version=7)

@@ -14,9 +14,8 @@ from tests.unit.test_ground import PACKAGES, ROOT
 from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.access import Route, RunAccess
-from tidemill.bus.http.bodies import BodyLimits, body_in
-from tidemill.bus.http.listener import Listener, url_of
-from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.http.listener import BodyLimits, Listener, body_in, url_of
+from tidemill.bus.liveness import Keys, RunKeys
 
 
 async def echo(request: web.Request) -> web.Response:

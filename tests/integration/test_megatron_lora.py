@@ -46,6 +46,7 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.backends.megatron import groups, state
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.model_files import tensors_in
@@ -360,7 +361,7 @@ def test_a_checkpoint_has_the_adapters_and_belongs_to_their_model(here: Any, mod
     take(ours, STEPS[0], here)
     digest = ours.policy.digest()
     (tmp_path / "saved").mkdir()
-    state.save(tmp_path / "saved", step=STEPS[0], policy=ours.policy, optimizer=ours.optimizer)
+    write_staged(state.stage(tmp_path / "saved", step=STEPS[0], policy=ours.policy, optimizer=ours.optimizer))
     entries = state.dist_checkpointing.load_tensors_metadata(str(tmp_path / "saved"))
     assert entries and all("lora_" in name for name in entries)
     fresh = learner(model_dir, here)

@@ -34,6 +34,7 @@ from tidemill.learner.backends.megatron import state
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.batch.batch import MicroBatch
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.errors import ConfigRefused, HookFailed
 from tidemill.learner.kernels import logprobs
 from tidemill.learner.kernels.packed_rows import packed_row
@@ -350,7 +351,11 @@ def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(
     for step in STEPS:
         metrics.append(trainer.train(make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0]))
         if step == STEPS[0]:
-            state.save(checkpoint, step=step, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
+            write_staged(
+                state.stage(
+                    checkpoint, step=step, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal)
+                )
+            )
     results = run_ranks(megatron_ranks.main, (model_dir, checkpoint), world=2, out=tmp_path)
     for layout in ("dp2", "tp2"):
         _assert_skipped_together([result[f"{layout}_skips"] for result in results])
@@ -385,7 +390,9 @@ def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path, dtype:
     trainer.train(batches[1])
     proximal.refresh()
     trainer.train(batches[0])
-    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
+    write_staged(
+        state.stage(tmp_path, step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
+    )
     drawn = (torch.rand(1).item(), np.random.random())
     undisturbed = [trainer.train(batch) for batch in batches[1:]]
 
@@ -414,7 +421,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     _, policy, optimizer, _ = make(with_proximal=False)
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
-    state.save(checkpoint, step=3, policy=policy, optimizer=optimizer)
+    write_staged(state.stage(checkpoint, step=3, policy=policy, optimizer=optimizer))
     other = build_policy(
         write_tiny_model(tmp_path / "other", family=family, vocab_size=VOCAB, **changes), dtype="float32", parallel=here
     )
@@ -433,7 +440,9 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint_and_a_new_optimizer(
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0] for step in (3, 4)]
     trainer, policy, optimizer, proximal = make(dtype=dtype)
     trainer.train(batches[0])
-    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
+    write_staged(
+        state.stage(tmp_path, step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal))
+    )
 
     begun, other, its_optimizer, its_proximal = make(dtype=dtype)
     assert state.load_weights(tmp_path, policy=other, optimizer=its_optimizer) == 3
@@ -459,8 +468,10 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint_and_a_new_optimizer(
 def test_the_weights_of_another_model_are_refused(make: Any, tmp_path: Path) -> None:
     _, policy, optimizer, proximal = make()
     (tmp_path / "checkpoint").mkdir()
-    state.save(
-        tmp_path / "checkpoint", step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal)
+    write_staged(
+        state.stage(
+            tmp_path / "checkpoint", step=3, policy=policy, optimizer=optimizer, others=OtherModels(proximal=proximal)
+        )
     )
     wider = tmp_path / "wider"
     write_tiny_model(wider, vocab_size=2 * VOCAB)
@@ -692,7 +703,7 @@ def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(
     for role in (0, 1):
         share = 1 - 0.5 ** len(rewards_N[role::2])
         assert first.adaptive.baselines[str(role)] == pytest.approx(share * rewards_N[role::2].mean(), rel=1e-12)
-    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, numbers=first.numbers)
+    write_staged(state.stage(tmp_path, step=3, policy=policy, optimizer=optimizer, numbers=first.numbers))
     wanted = [first.train(batch) for batch in batches[1:]]
     again, optimizer = trainer()
     again.restore(state.load(tmp_path, policy=policy, optimizer=optimizer)[1])

@@ -20,6 +20,7 @@ from tidemill.learner.backends.megatron.cpu_shim import megatron_device
 from tidemill.learner.backends.megatron.layers.kernels import Wanted
 from tidemill.learner.backends.megatron.model import MegatronPolicy, build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
+from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.settings.optimizer import OptimizerConfig, Tuning
@@ -118,7 +119,7 @@ def test_each_optimizer_takes_the_textbook_step_and_goes_on_from_a_checkpoint(
     parameter = policy.module.decoder.layers[0].mlp.linear_fc2.weight
     began = parameter.detach().clone()
     stepped(optimizer, policy, (1, 2))
-    state.save(tmp_path, step=2, policy=policy, optimizer=optimizer)
+    write_staged(state.stage(tmp_path, step=2, policy=policy, optimizer=optimizer))
     stepped(optimizer, policy, (3,))
     grads = []
     for step in (1, 2, 3):

@@ -20,9 +20,8 @@ from tests.megatron_world import one_rank
 from tests.rank_sizes import rank_parameters
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.launch.devices.activations import Activations
 from tidemill.launch.devices.memory_table import memory_rows, optimizer_bytes, parameters
-from tidemill.launch.devices.rank_elements import buffer_elements
+from tidemill.launch.devices.rank_memory import Activations, buffer_elements
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.backends.megatron import groups
 from tidemill.learner.backends.megatron.cpu_shim import megatron_device, plain_torch

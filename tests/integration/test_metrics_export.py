@@ -25,7 +25,7 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.launch.cli.main import main
-from tidemill.launch.metrics.export import export
+from tidemill.launch.cli.metrics import export
 from tidemill.launch.metrics.sinks import SINK, Jsonl, StepMetrics, WeightsAndBiases
 from tidemill.rewards.registry import Bound
 

@@ -11,7 +11,7 @@ from tests.families import OTHERS, one_place, page_rows, write_family
 from tests.integration.fsdp_family_ranks import measured
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import UnsupportedModel
-from tidemill.actors.serving.builtin.opening import open_model as open_engine
+from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.learner.backends.fsdp.family import FAMILIES
 from tidemill.learner.errors import ConfigRefused
 

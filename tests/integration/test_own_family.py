@@ -15,7 +15,7 @@ from tests.mtp_models import files_of, rewrite
 from tests.refusals import refusal
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import UnsupportedModel
-from tidemill.actors.serving.builtin.opening import open_model as open_engine
+from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.bus.system.functions import FunctionRefused
 from tidemill.launch.cli.main import main

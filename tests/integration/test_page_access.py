@@ -18,7 +18,7 @@ from tests.page_kit import HOSTILE, OPERATOR, SHOWN, VIEWER, Answer, Run, page_o
 from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.auth import credentials_file, read_credentials
 from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -32,7 +32,7 @@ from tidemill.launch.page import static_files
 from tidemill.launch.page.access import POLICY, PageAccess
 from tidemill.launch.page.serve import access_of
 from tidemill.launch.page.static_files import joined, read_files
-from tidemill.launch.run.page_process import URL_FILE, keep_page
+from tidemill.launch.run.servers import URL_FILE, keep_page
 
 # ---- access
 

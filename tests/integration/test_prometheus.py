@@ -18,7 +18,7 @@ from tests.prometheus_kit import get, query, real_prometheus, scrape, wants_prom
 from tests.waits import LIMIT_S, until
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Evaluated

@@ -15,7 +15,7 @@ from tests.bus_fixtures import BusOpener
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.engines.address_checks import CURE, AddressChecker, OwnAddress, call
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 

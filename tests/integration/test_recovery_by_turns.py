@@ -22,8 +22,7 @@ from tidemill.actors.rollout_settings import RolloutConfig
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from tidemill.bus.system.coroutines import to_the_end
-from tidemill.bus.wire.codec import check_sample
-from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
+from tidemill.bus.wire.codec import TurnKind, TurnRecord, check_sample
 
 TURNS = 3
 

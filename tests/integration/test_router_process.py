@@ -12,7 +12,7 @@ from tests.engine_serving import serving
 from tests.launched import run_tidemill
 from tests.tiny_models import write_tiny_model
 from tidemill.bus.exit_codes import CONFIG
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.launch.run.process import launched
 

@@ -29,7 +29,7 @@ from tests.actor_kit import (
 )
 from tests.bus_fixtures import BusOpener
 from tidemill.actors.config import ActorConfig, ScorersConfig
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Sample, Status

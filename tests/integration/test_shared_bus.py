@@ -19,13 +19,13 @@ from tests.small_disk import small_disk
 from tests.waits import until
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ConfigMismatch, NoRoom, Refused
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.deploy.registry import read_runs
+from tidemill.launch.cli.runs import read_runs
 
 FLOODED, OTHER = "with_TASKS_in-it", "other"
 

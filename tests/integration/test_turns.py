@@ -14,8 +14,8 @@ from tidemill.bus.streams import episode_turns
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.episode_turns import EpisodeLog, NotStored, Superseded
 from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import TurnKind
 from tidemill.bus.wire.messages import Span
-from tidemill.bus.wire.turn_records import TurnKind
 
 WITH = {"rollouts": ("agent",)}
 

@@ -24,7 +24,7 @@ from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import Capabilities, LiveRow

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from tests.bus_fixtures import BusOpener
 from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.push.snapshots import SnapshotServer
 from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.store.snapshot_server import SnapshotServer
 from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import StagedModel, StagingPool
 

@@ -26,7 +26,7 @@ from tests.schema_kit import errors
 from tidemill.bus import exit_codes
 from tidemill.bus.server.auth import ACCOUNT, NO_ACCOUNT
 from tidemill.bus.wire import subjects
-from tidemill.launch.deploy.kubernetes.values_schema import schema
+from tidemill.launch.deploy.values_schema import schema
 
 VALUES = Path(__file__).with_name("values")
 CASES = {

@@ -22,7 +22,7 @@ from tests.net.site import NO_END, SITE, Site, site
 from tests.waits import LIMIT_S, until
 from tests.whole.prepared import ROOT
 from tidemill.bus.errors import BusError, BusUnavailable
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject

@@ -10,7 +10,7 @@ from tests.net.lab import why_not
 from tests.net.site import Site, site
 from tests.waits import LIMIT_S
 from tests.whole.running import SMOKE, until_step
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 MACHINES = ("bus", "node", "gpu", "act0")

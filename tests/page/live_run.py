@@ -20,7 +20,7 @@ from tests.feeder_kit import World
 from tests.launched import tidemill
 from tests.waits import LIMIT_S, poll
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.streams.samples import headers_of

@@ -1,11 +1,13 @@
 """The dashboard in a real browser, on a live run, on a finished one and in an exported file."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
 
@@ -103,6 +105,33 @@ def test_what_a_first_chart_waits_for(address: str, browser: Any) -> None:
             needed = {*files, "/events", "/api/run", *(f"/api/{answer}" for answer in answers)}
             late = {"/api/runs", "/static/icon.svg"}
             assert needed <= set(paths) <= needed | late
+
+
+def test_events_of_the_time_before_a_connection_are_not_asked_for(address: str, live: LiveRun, browser: Any) -> None:
+    """The stream of events opens behind the first answers, and a step is trained in between."""
+    with reading(browser, address) as reader:
+        reader.page.goto("about:blank")
+        held: list[Any] = []
+        asked: list[str] = []
+        reader.page.route("**/events", lambda route: held.append(route))
+        reader.page.on("request", lambda request: asked.append(urlsplit(request.url).path))
+        reader.page.goto(f"{reader.base}#overview")
+        reader.wait(f"() => {DRAWN} > 0")
+        step = live.advance(1)
+        poll(lambda: json.loads(urlopen(f"{reader.base}api/run").read())["step"] == step)
+        held[0].continue_()
+        reader.wait_step(step)
+        assert reader.page.evaluate(STEPS_OF, "Reward") == list(range(1, step + 1))
+        assert sorted(path for path in asked if "/api/" in path) == ["/api/overview", "/api/run"]
+
+
+def test_a_page_that_fails_says_so_and_events_go_on(address: str, live: LiveRun, browser: Any) -> None:
+    with reading(browser, address) as reader:
+        reader.expected = re.compile("TypeError")
+        reader.page.route("**/api/flow", lambda route: route.fulfill(json={}))
+        reader.show("flow")
+        assert reader.page.query_selector("main .badly[role=alert]") is not None
+        reader.wait_step(live.advance(1))
 
 
 def test_a_restarted_bus_leaves_no_gap_and_no_double(address: str, live: LiveRun, browser: Any) -> None:

@@ -15,9 +15,9 @@ from tests.whole.running import ROOT
 from tidemill.actors.config import EngineConfig, SglangConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
-from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.arguments import Release, release_of
 from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.actors.serving.sglang.server_process import Api
 
 CONTEXT = 4096
 

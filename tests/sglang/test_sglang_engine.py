@@ -22,8 +22,8 @@ from tests.receiver_app import staged
 from tests.sglang.server import CONTEXT, release_at, serving
 from tests.skips import inapplicable
 from tests.waits import LIMIT_S, turn, until
-from tidemill.actors.serving.sglang.api import Api, Pauses
 from tidemill.actors.serving.sglang.arguments import CPU_CHECKSUMS
+from tidemill.actors.serving.sglang.server_process import Api, Pauses
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.wire.messages import Sampling
 from tidemill.bus.wire.rows import LiveRow

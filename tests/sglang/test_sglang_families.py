@@ -8,16 +8,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.engine_kinds import sglang_server
 from tests.engine_push import joined
 from tests.engine_serving import log_probs_of, scores, told_log_probs
-from tests.families import FAMILIES, ON_CPU, PAGE, SGLANG, family_model, page_rows, sglang_cells, write_family
+from tests.families import (
+    FAMILIES,
+    ON_CPU,
+    PAGE,
+    SGLANG,
+    config_of,
+    family_model,
+    page_rows,
+    sglang_cells,
+    write_family,
+)
 from tests.integration import fsdp_family_ranks
 from tests.learner_steps import run_ranks
 from tests.sglang.server import ENVIRONMENT, config, serving
 from tests.tiny_models import write_tiny_tokenizer
-from tidemill.actors.serving.sglang.registry import Registry, read_registry
+from tidemill.actors.serving.sglang.registry import Registry, find_refusal, read_registry
 
 REGISTRY = """
 import json, logging, sys
@@ -41,6 +52,15 @@ def test_the_page_names_the_families_that_sglang_serves(registry: Registry) -> N
     assert {name: cells[-2:] for name, cells in rows.items()} == {
         name: sglang_cells(name, registry) for name in FAMILIES
     }
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "mistral"])
+def test_a_window_that_sglang_ignores_is_refused(python: str, name: str) -> None:
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FAMILIES[name][0]]
+    values = {**config_of(name).to_dict(), "architectures": [architecture]}
+    refusal = find_refusal(values, config(python).sglang, context=512)
+    assert (refusal and refusal.key) == ("sliding_window" if name == "mistral" else None)
+    assert find_refusal(values, config(python).sglang, context=16) is None
 
 
 @pytest.mark.slow

@@ -27,10 +27,9 @@ from tests.whole.running import ROOT
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineError, EngineFailed, EngineUnavailable, UpdateRefused
 from tidemill.actors.serving.authority import Authority
-from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.arguments import TRIED
 from tidemill.actors.serving.sglang.engine import SglangEngine
-from tidemill.actors.serving.sglang.server_process import ServerProcess
+from tidemill.actors.serving.sglang.server_process import Api, ServerProcess
 from tidemill.rewards.model_text import EndTokens
 
 GROUP = "tidemill.actors.serving.sglang.process_group"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tidemill.launch.deploy.autoscale import Bounds, Decision, Load, clamped, decide, parse
+from tidemill.launch.deploy.autoscaler import Bounds, Decision, Load, clamped, decide, parse_bounds
 
 BOUNDS = {"engine": Bounds(1, 16), "actor": Bounds(1, 32)}
 
@@ -90,8 +90,8 @@ def test_each_decision_has_its_reason() -> None:
 
 
 def test_bounds() -> None:
-    assert parse(["engines=1..8", "actors=2..16"]) == {"engine": Bounds(1, 8), "actor": Bounds(2, 16)}
+    assert parse_bounds(["engines=1..8", "actors=2..16"]) == {"engine": Bounds(1, 8), "actor": Bounds(2, 16)}
     assert clamped({"engine": 9}, {"engine": Bounds(1, 8), "actor": Bounds(2, 16)}) == {"engine": 8, "actor": 2}
     for words in (["engines=8..1"], ["engines=1"], ["scorers=1..2"], ["engines=0..0"], ["actors=0..99999"], []):
         with pytest.raises(ValueError, match="--autoscale: want"):
-            parse(words)
+            parse_bounds(words)

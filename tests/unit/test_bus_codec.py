@@ -18,6 +18,7 @@ from tests.examples import examples
 from tests.refusals import refusal
 from tidemill.bus.errors import UnknownSchema, WireError
 from tidemill.bus.wire import codec
+from tidemill.bus.wire.codec import TurnKind, TurnRecord
 from tidemill.bus.wire.messages import (
     Dead,
     Done,
@@ -36,7 +37,6 @@ from tidemill.bus.wire.messages import (
     Task,
     Timings,
 )
-from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 INTS = st.integers(-(2**63), 2**63 - 1)
 FLOATS = st.floats(allow_nan=False)

@@ -19,8 +19,8 @@ from tests.refusals import refusal
 from tidemill.bus.errors import UnknownSchema, WireError
 from tidemill.bus.streams.samples import header_fields, headers_of
 from tidemill.bus.wire import codec, subjects
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Dead, Kind, Plan, Sample, SequenceSize, Span, Turns
+from tidemill.bus.wire.task_settings import Budget
 
 NAN = math.nan
 

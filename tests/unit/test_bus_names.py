@@ -187,7 +187,7 @@ def test_time_stamps_of_the_server(stamp: str, seconds: float) -> None:
         ("tidemill.bus.errors", ("nats", "torch", "numpy", "msgpack")),
         ("tidemill.bus.wire.codec", ("nats", "torch")),
         ("tidemill.bus.streams.bus", ("torch",)),
-        ("tidemill.bus.liveness.heartbeats", ("torch",)),
+        ("tidemill.bus.liveness", ("torch",)),
         ("tidemill.bus.server.nats_server", ("nats", "torch")),
     ],
 )

@@ -25,7 +25,7 @@ READ_FOR = {
     "launch/samples/text.py": (
         "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else"
     ),
-    "launch/metrics/trackers.py": "the time of a step as MLflow shows it",
+    "launch/metrics/sinks.py": "the time of a step as MLflow shows it",
     "launch/page/reader.py": "ages of a run's data as a page shows them, beside the server's stamps",
     "launch/run/backup.py": "time of a backup, for the person that restores it",
     "actors/serving/server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",

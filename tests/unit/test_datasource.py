@@ -14,7 +14,7 @@ from tests.refusals import refusal
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import encode_record
 from tidemill.bus.wire.messages import Dead, Plan, Requeue, SequenceSize, Settle, Status, Task
-from tidemill.bus.wire.shards import Shards
+from tidemill.bus.wire.subjects import Shards
 from tidemill.learner.buffer.arrivals import EARLY_SAMPLES, Arrival, Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import SampleGroup, Verdict
@@ -89,6 +89,23 @@ def test_admission_ends_at_the_bound(max_lag: int) -> None:
         assert pond.source.wanted() is not None
         pond.issue(id)
     assert pond.source.wanted() is None
+
+
+def test_tasks_are_demanded_behind_prompts_that_are_drawn() -> None:
+    pond = Pond(max_lag=0)
+    first, second = pond.source.wanted(), pond.source.wanted([(0, 4)])
+    assert first is not None and second is not None
+    assert (first.offset, second.offset) == (0, 5)
+    assert pond.source.wanted([(0, 4), (0, 5)]) is None, "two are admitted"
+
+
+def test_a_reissue_is_demanded_alone() -> None:
+    pond, old = at_step_three("mask", over_sampling=4.0)
+    assert pond.source.wanted([(0, 9)]) is not None
+    pond.complete(old, (0, 5))
+    pond.take_settle()
+    assert pond.source.wanted() is not None
+    assert pond.source.wanted([(0, 9)]) is None
 
 
 def test_admission_ends_with_the_run() -> None:

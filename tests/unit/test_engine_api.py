@@ -20,7 +20,7 @@ from tidemill.actors.errors import (
     StaleEpoch,
     VersionUnavailable,
 )
-from tidemill.actors.serving.sglang import api
+from tidemill.actors.serving.sglang import server_process
 from tidemill.bus.errors import Fenced
 from tidemill.bus.http.client import ApiClient, CallFailed, Failure, refusal
 from tidemill.weightstore.errors import ReceiverFailed
@@ -49,7 +49,7 @@ def of_receiver(failed: CallFailed) -> Exception:
         (409, {"message": "why", "epoch": None}, Failure.STALE, StaleEpoch, BadRequest, ReceiverFailed),
         (422, WHY, Failure.REFUSED, BadRequest, BadRequest, ReceiverFailed),
         (429, {"message": "why"}, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
-        (499, WHY, Failure.ABORTED, BadRequest, api.Aborted, ReceiverFailed),
+        (499, WHY, Failure.ABORTED, BadRequest, server_process.Aborted, ReceiverFailed),
         (500, WHY, Failure.FAILED, EngineFailed, EngineFailed, ReceiverFailed),
         (501, WHY, Failure.FAILED, EngineFailed, EngineFailed, _NotSupported),
         (502, {"error": "why"}, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
@@ -73,7 +73,7 @@ def test_a_status_becomes_the_error_of_each_client(
     assert (failed.failure, failed.status, failed.reason) == (failure, status, "why")
     for error, kind in (
         (engine_client.error_of_call(failed), client),
-        (api._error(failed), sglang),
+        (server_process.error_of_call(failed), sglang),
         (of_receiver(failed), receiver),
     ):
         assert type(error) is kind
@@ -103,7 +103,7 @@ def test_a_body_that_names_no_reason_is_the_reason(status: int, raw: bytes, reas
 )
 def test_no_answer_becomes_the_error_of_each_client(failure: Failure, client: type, sglang: type) -> None:
     failed = CallFailed(URL, PATH, failure, "why")
-    assert (type(engine_client.error_of_call(failed)), type(api._error(failed))) == (client, sglang)
+    assert (type(engine_client.error_of_call(failed)), type(server_process.error_of_call(failed))) == (client, sglang)
     error = of_receiver(failed)
     assert isinstance(error, ReceiverFailed) and (error.phase, error.answered) == ("begin_weight_update", False)
 

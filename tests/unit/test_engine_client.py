@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tidemill.actors.engines.engine_answers import read_answer
+from tidemill.actors.engines.engine_client import read_answer
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.openai import openai_api
 from tidemill.actors.openai.openai_answers import ResponseBuilder

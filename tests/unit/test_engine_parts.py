@@ -10,7 +10,7 @@ import pytest
 
 from tests.refusals import refusal
 from tests.tiny_models import SERVED, tiny_model, write_tiny_tokenizer
-from tidemill.actors.engines.engine_answers import read_generation
+from tidemill.actors.engines.engine_client import read_generation
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin.backend import Progress, response_json

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.launch.settings import env_file
+from tidemill.launch.cli.inputs import read_env_file
 from tidemill.launch.settings.yaml_file import SettingsError
 
 
@@ -26,7 +26,7 @@ AWS_SECRET_ACCESS_KEY=a/b+c=   # a comment
 TIDEMILL_LEARNER__STEPS=5
 PATH=/elsewhere
 """
-    secrets, warning = env_file.read(written(tmp_path, text))
+    secrets, warning = read_env_file(written(tmp_path, text))
     assert secrets == {
         "HF_TOKEN": "hf_a#b",
         "WANDB_API_KEY": "with a blank",
@@ -34,7 +34,7 @@ PATH=/elsewhere
         "AWS_SECRET_ACCESS_KEY": "a/b+c=",
     }
     assert not warning
-    assert env_file.read(tmp_path / "none") == ({}, "")
+    assert read_env_file(tmp_path / "none") == ({}, "")
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ PATH=/elsewhere
 )
 def test_a_malformed_line_is_named_without_its_value(tmp_path: Path, line: str) -> None:
     with pytest.raises(SettingsError) as error:
-        env_file.read(written(tmp_path, f"# first\n{line}\n"))
+        read_env_file(written(tmp_path, f"# first\n{line}\n"))
     assert f"{tmp_path}/.env:2: want NAME=value" in str(error.value)
     assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
 def test_a_file_that_others_may_read_is_warned_of(tmp_path: Path, mode: int) -> None:
-    secrets, warning = env_file.read(written(tmp_path, "HF_TOKEN=hf_secret\n", mode))
+    secrets, warning = read_env_file(written(tmp_path, "HF_TOKEN=hf_secret\n", mode))
     assert secrets and f"got mode {mode:o}; chmod 600" in warning and "secret" not in warning
     assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == mode

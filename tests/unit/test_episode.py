@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.episode_kit import task
 from tidemill.actors.episodes.episode import Clock, Episode, Spent, bounded, messages_of
 from tidemill.actors.episodes.recorder import TurnOutput, TurnRecorder
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Span
+from tidemill.bus.wire.task_settings import Budget
 
 
 def output(*tokens: int, id: str = "") -> TurnOutput:

@@ -21,8 +21,8 @@ from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples, packed_by_ranks
 from tests.refusals import refusal
 from tidemill.bus.wire.codec import check_sample
-from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Plan, Sample, SequenceSize, Span, Turns
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.learner.algorithms.advantages import ADVANTAGES
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.choices import AGGREGATIONS, OF_TURNS

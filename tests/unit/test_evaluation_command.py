@@ -9,7 +9,7 @@ from tests.check_kit import write_model, write_prompts, write_run
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
-from tidemill.launch.run.evaluate import _plan
+from tidemill.launch.cli.eval import _plan
 from tidemill.launch.settings.config_loader import load
 
 LONG = " ".join(["one"] * 300)

@@ -17,7 +17,7 @@ from rich.console import Console
 from tests import data_kit
 from tests.small_disk import small_disk
 from tests.waits import until
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.wire.messages import Done, Evaluated
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import view

@@ -17,7 +17,7 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.metrics import monitoring
 from tidemill.launch.metrics.dictionary import as_json, described, groups, metrics, page
 from tidemill.launch.metrics.prometheus import MOST_MEMBERS, RunState, exported_name, help_of
-from tidemill.launch.run.settings_of_run import RunSettings
+from tidemill.launch.run.run_facts import RunSettings
 from tidemill.learner.algorithms.alarms import FLOAT32, THRESHOLDS
 
 

@@ -22,6 +22,7 @@ SLURM = {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_LOCALID": "0"}
         (0, None, {"SLURM_NNODES": "1"}, (1, 0)),
         (2, None, SLURM | {"SLURM_NNODES": "4", "SLURM_NODEID": "0"}, (2, 0)),  # two of four nodes
         (4, None, {"JOB_COMPLETION_INDEX": "3"}, (4, 3)),
+        (0, None, {"PET_NNODES": "4", "PET_NODE_RANK": "3", "JOB_COMPLETION_INDEX": "3"}, (4, 3)),
         (2, 1, {"SLURM_NODEID": "3", "SLURM_NNODES": "4"}, (2, 1)),  # the option wins
         (2, 1, {"GROUP_RANK": "", "SLURM_NODEID": ""}, (2, 1)),
     ],
@@ -34,8 +35,8 @@ def test_the_place_of_a_node(nodes: int, rank: int | None, given: dict[str, str]
     ("nodes", "rank", "given", "names"),
     [
         (1, 1, {}, "--node-rank: want 0 with one node"),
-        (2, None, {}, "--node-rank R, or one of GROUP_RANK, SLURM_NODEID, JOB_COMPLETION_INDEX"),
-        (0, None, {"JOB_COMPLETION_INDEX": "0"}, "--nodes N, or one of GROUP_WORLD_SIZE, SLURM_NNODES"),
+        (2, None, {}, "--node-rank R, or one of GROUP_RANK, SLURM_NODEID, PET_NODE_RANK, JOB_COMPLETION_INDEX"),
+        (0, None, {"JOB_COMPLETION_INDEX": "0"}, "--nodes N, or one of GROUP_WORLD_SIZE, SLURM_NNODES, PET_NNODES"),
         (
             0,
             None,

@@ -14,14 +14,15 @@ from tidemill.bus.wire.messages import Done, Fence, Sample, Turns
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.launch.page.alarms import RunAlarms
 from tidemill.launch.page.answers import RunAnswers
+from tidemill.launch.page.batch import pace_of
 from tidemill.launch.page.held import HeldSamples
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.sample_view import SampleView
 from tidemill.launch.page.samples import AT_A_TIME, SampleAnswers, row_of
-from tidemill.launch.page.texts import MAX_CHARACTERS, SHORT
-from tidemill.launch.run.settings_of_run import RunSettings
+from tidemill.launch.page.texts import MAX_CHARACTERS, SHORT, ending
+from tidemill.launch.run.run_facts import RunSettings
 from tidemill.launch.samples.filters import Headline
-from tidemill.launch.samples.tokens import Vocabulary
+from tidemill.launch.samples.text import Vocabulary
 
 PAUSE_S = 12 * 3600.0
 NO_BUS: Any = SimpleNamespace(jet=SimpleNamespace(run="r"), run="r", connected=True)
@@ -66,6 +67,29 @@ def test_two_outcomes_of_a_start_are_no_pace() -> None:
     begin(reader, 1, range(1, 61), 1000.0, 1.0)
     begin(reader, 2, range(21, 23), 2000.0, 1.0)
     assert RunAnswers(reader).run()["left_s"] is None
+
+
+def test_a_step_that_waited_for_samples_names_the_slow_push_before_it() -> None:
+    reader = reader_of(100)
+    for step in range(1, 10):
+        slow = step == 7
+        values = {"train/wait_seconds": 80.0 if slow else 4.0, "train/step_seconds": 12.0, "push/version": step - 1.0}
+        values |= {"push/seconds": 58.5 if slow else 2.0, "push/engines": 1.0 if slow else 2.0}
+        reader.metrics.add(step, values, 0.0)
+    pace = pace_of(reader, 7)
+    assert pace["pace_words"] == (
+        "slow: waiting for samples took 80 s, in the median step 4 s; the push of version 6 took 58.5 s, "
+        "engines with it: 1"
+    )
+    assert pace["seconds"] == 92.0, "a push goes on beside training"
+    assert pace_of(reader, 8)["pace_words"] == "about as long as the median step"
+
+
+def test_a_prompt_in_a_list_is_its_end() -> None:
+    """Chat prompts begin alike: system prompt and examples."""
+    prompt = "system: Follow every instruction.\n" * 20 + "user: Which word?"
+    assert ending(prompt)[0] == "…" and ending(prompt).endswith("\nuser: Which word?") and len(ending(prompt)) == SHORT
+    assert ending("short \u202e") == "short \\u202e"
 
 
 def test_alarms_are_those_that_the_learner_has_counted() -> None:

@@ -15,7 +15,7 @@ from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin import decoder
 from tidemill.actors.serving.builtin.batch import Batch
 from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes, blocks_of, budget
-from tidemill.actors.serving.builtin.decoder_runner import DecoderRunner
+from tidemill.actors.serving.builtin.runner import DecoderRunner
 from tidemill.actors.serving.builtin.sampler import Sampler
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape

@@ -9,7 +9,7 @@ import pytest
 
 from tests.refusals import refusal
 from tidemill.bus.client.addresses import HERE
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, WeightsConfig
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroups

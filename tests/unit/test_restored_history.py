@@ -12,8 +12,8 @@ from tidemill.actors.episodes.recorder import TurnRecorder
 from tidemill.actors.episodes.turn_log import StoredTurn
 from tidemill.actors.router.token_history import ModelText, TokenHistory
 from tidemill.actors.router.tree import TokenPiece
+from tidemill.bus.wire.codec import TurnKind, TurnRecord
 from tidemill.bus.wire.messages import Span
-from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 MOST = 1 << 20
 

@@ -14,7 +14,7 @@ import pytest
 from tests.refusals import refusal
 from tidemill import launch
 from tidemill.bus.wire.messages import Status
-from tidemill.bus.wire.names import BY_ROLLOUT
+from tidemill.bus.wire.task_settings import BY_ROLLOUT
 from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows, ifeval
 from tidemill.rewards.builtin.math_equality import same_math
 from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math

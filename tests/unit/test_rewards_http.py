@@ -17,7 +17,7 @@ from aiohttp import ClientSession, web
 from tests.refusals import refusal
 from tests.waits import LIMIT_S, until
 from tidemill.actors.http_api import decode
-from tidemill.actors.scoring.server import RewardServer, ScoreBody, serving
+from tidemill.actors.scoring import RewardServer, ScoreBody, serving
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards import remote as calls

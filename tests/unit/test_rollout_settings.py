@@ -7,7 +7,7 @@ import pytest
 
 from tidemill.actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, served
 from tidemill.bus.section import Sections, read
-from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.cli.main import _parser
 from tidemill.launch.settings.config_loader import SettingsError, changes, from_map, load, to_map
 from tidemill.launch.settings.run_config import RunConfig

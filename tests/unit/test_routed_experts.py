@@ -19,7 +19,7 @@ from tests.examples import examples
 from tests.learner_steps import packed_by_ranks, with_random_experts
 from tests.refusals import refusal
 from tests.unit.test_batch import plan_of
-from tidemill.actors.engines.engine_answers import read_answer
+from tidemill.actors.engines.engine_client import read_answer
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.errors import EngineFailed
 from tidemill.bus.errors import WireError

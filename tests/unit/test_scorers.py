@@ -12,13 +12,14 @@ from aiohttp import ClientSession, web
 
 from tests.refusals import refusal
 from tests.waits import until
+from tidemill.actors import scoring
+from tidemill.actors.actor import sample_scoring
+from tidemill.actors.actor.sample_scoring import MAX_LOST, RemoteScoring, ScorerClient, ScorerPool
 from tidemill.actors.engines import server_pool
 from tidemill.actors.engines.server_discovery import ServerStatus
-from tidemill.actors.scoring import scorer_pool, server
-from tidemill.actors.scoring.scorer_pool import MAX_LOST, RemoteScoring, ScorerClient, ScorerPool
-from tidemill.actors.scoring.server import RewardServer, serving
+from tidemill.actors.scoring import RewardServer, serving
 from tidemill.bus.http.access import RunAccess
-from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.liveness import Keys, RunKeys
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
@@ -48,7 +49,7 @@ class Known:
 
 
 @asynccontextmanager
-async def scoring(known: Known) -> AsyncIterator[RemoteScoring]:
+async def remote_scoring(known: Known) -> AsyncIterator[RemoteScoring]:
     pool = ScorerPool(known, lambda url: ScorerClient(url, KEYS), quarantine_s=(0.01, 0.02), in_turn=True)
     running = asyncio.create_task(pool.run())
     try:
@@ -101,7 +102,7 @@ RIGHT = (200, b'{"reward": 1.0}')
     ids=repr,
 )
 async def test_an_answer_that_is_none_is_asked_for_again(first: Any) -> None:
-    async with answering(first, RIGHT) as (url, asked), scoring(Known(url)) as remote:
+    async with answering(first, RIGHT) as (url, asked), remote_scoring(Known(url)) as remote:
         assert await remote.score(REQUEST) == 1.0
     assert len(asked) == 2
     assert json.loads(asked[0])["response"] == "4"
@@ -127,14 +128,14 @@ async def test_an_answer_that_is_none_is_asked_for_again(first: Any) -> None:
 async def test_a_refusal_or_a_reward_that_no_sample_may_have_fails_it_at_once(
     answer: tuple[int, bytes], words: str
 ) -> None:
-    async with answering(answer) as (url, asked), scoring(Known(url)) as remote:
+    async with answering(answer) as (url, asked), remote_scoring(Known(url)) as remote:
         with pytest.raises(RewardFailed, match=words):
             await remote.score(REQUEST)
     assert len(asked) == 1
 
 
 async def test_a_request_that_ends_every_scorer_is_given_up() -> None:
-    async with answering(None) as (url, asked), scoring(Known(url)) as remote:
+    async with answering(None) as (url, asked), remote_scoring(Known(url)) as remote:
         with pytest.raises(
             RewardFailed, match=rf"{MAX_LOST} scorers were lost while they worked on it, the last: scorer http"
         ):
@@ -148,7 +149,7 @@ async def test_a_request_that_ends_every_scorer_is_given_up() -> None:
 async def test_a_scorer_that_is_not_there_is_not_counted_as_lost(address: str) -> None:
     async with answering(RIGHT) as (url, asked):
         known = Known(address)
-        async with scoring(known) as remote:
+        async with remote_scoring(known) as remote:
             waiting = asyncio.create_task(remote.score(REQUEST))
             pool = remote._pool
             await until(
@@ -164,8 +165,8 @@ async def test_a_long_call_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatc
     """A scorer writes blanks; a server that writes nothing counts as lost, and so does one that is silent behind its
     headers.
     """
-    monkeypatch.setattr(server, "ALIVE_S", 0.02)
-    monkeypatch.setattr(scorer_pool, "SILENT_S", 1.2)
+    monkeypatch.setattr(scoring, "ALIVE_S", 0.02)
+    monkeypatch.setattr(sample_scoring, "SILENT_S", 1.2)
     gate, calls, tries = asyncio.Event(), 0, 0
 
     async def slow(request: RewardRequest) -> float:
@@ -174,7 +175,7 @@ async def test_a_long_call_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatc
         await gate.wait()
         return 1.0
 
-    async with serving(RewardServer("slow", slow), "127.0.0.1", 0) as url, scoring(Known(url)) as remote:
+    async with serving(RewardServer("slow", slow), "127.0.0.1", 0) as url, remote_scoring(Known(url)) as remote:
         while calls != 1 and tries < 10:  # a process that stood still for so long has written nothing either
             gate.clear()
             calls, tries = 0, tries + 1
@@ -186,7 +187,7 @@ async def test_a_long_call_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_server_that_never_answers_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scorer_pool, "SILENT_S", 0.05)
+    monkeypatch.setattr(sample_scoring, "SILENT_S", 0.05)
     never = asyncio.Event()
 
     async def silent(request: web.Request) -> web.Response:
@@ -199,7 +200,7 @@ async def test_a_server_that_never_answers_counts_as_lost(monkeypatch: pytest.Mo
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        async with scoring(Known(f"http://127.0.0.1:{runner.addresses[0][1]}")) as remote:
+        async with remote_scoring(Known(f"http://127.0.0.1:{runner.addresses[0][1]}")) as remote:
             with pytest.raises(RewardFailed, match=f"{MAX_LOST} scorers were lost"):
                 await remote.score(REQUEST)
     finally:
@@ -225,7 +226,7 @@ async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch:
 
     async with serving(RewardServer("slow", slow), "127.0.0.1", 0) as url:
         known = Known(url)
-        async with scoring(known) as remote:
+        async with remote_scoring(known) as remote:
             status = known.statuses[0]
             known.statuses = [replace(status, process="h s0 1")]
             waiting = asyncio.create_task(remote.score(REQUEST))
@@ -255,7 +256,7 @@ async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch:
 async def test_more_calls_than_places_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward in threads fails beyond its limit; the calls of many actors come together in a scorer."""
     most = 0
-    monkeypatch.setattr(server, "MAX_RUNNING", 3)
+    monkeypatch.setattr(scoring, "MAX_RUNNING", 3)
     running = 0
 
     async def counted(request: RewardRequest) -> float:
@@ -266,7 +267,7 @@ async def test_more_calls_than_places_wait(monkeypatch: pytest.MonkeyPatch) -> N
         running -= 1
         return 1.0
 
-    async with serving(RewardServer("counted", counted), "127.0.0.1", 0) as url, scoring(Known(url)) as remote:
+    async with serving(RewardServer("counted", counted), "127.0.0.1", 0) as url, remote_scoring(Known(url)) as remote:
         assert await asyncio.gather(*(remote.score(REQUEST) for _ in range(20))) == [1.0] * 20
     assert most == 3
 
@@ -274,7 +275,7 @@ async def test_more_calls_than_places_wait(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_groups_are_checked_too() -> None:
     group = GroupRequest(samples=(REQUEST, REQUEST), rewards=(0.0, 1.0))
     answers = (200, b'{"rewards": [1.0]}'), (200, b'{"rewards": [1.0, {"score": 2.0}]}')
-    async with answering(*answers) as (url, asked), scoring(Known(url)) as remote:
+    async with answering(*answers) as (url, asked), remote_scoring(Known(url)) as remote:
         with refusal(RewardFailed, reward="scorers", got="1"):
             await remote.group_score(group)
         assert await remote.group_score(group) == [1.0, {"score": 2.0}]
@@ -295,7 +296,7 @@ async def test_the_least_busy_scorer_is_asked() -> None:
         serving(servers[1], "127.0.0.1", 0) as b,
         serving(servers[2], "127.0.0.1", 0) as c,
     ):
-        async with scoring(Known(a, b, c)) as remote:
+        async with remote_scoring(Known(a, b, c)) as remote:
             calls = [asyncio.create_task(remote.score(REQUEST)) for _ in range(9)]
             await until(lambda: sum(server.running for server in servers) >= 9, every_s=0.005)
             assert [server.running for server in servers] == [3, 3, 3]
@@ -304,7 +305,7 @@ async def test_the_least_busy_scorer_is_asked() -> None:
 
 
 async def test_a_value_that_json_lacks_fails_the_sample() -> None:
-    async with scoring(Known("http://127.0.0.1:9")) as remote:
+    async with remote_scoring(Known("http://127.0.0.1:9")) as remote:
         with pytest.raises(RewardFailed, match="want values that JSON has in label, prompt and metadata"):
             await remote.score(RewardRequest(prompt="p", response="r", label={1, 2}, status=Status.COMPLETED))
 
@@ -315,7 +316,7 @@ async def test_a_scorer_that_others_reach_wants_the_key_of_the_run() -> None:
     async with serving(guarded, "0.0.0.0", 0, advertise="127.0.0.1") as url, ClientSession() as session:
         async with session.post(f"{url}/score", json={"prompt": "p", "response": "4", "label": "4"}) as response:
             assert response.status == 401
-        async with scoring(Known(url)) as remote:
+        async with remote_scoring(Known(url)) as remote:
             assert await remote.score(REQUEST) == 1.0
 
 

@@ -34,9 +34,8 @@ from tidemill.bus.errors import BusUnavailable, Forbidden, Refused
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.codec import decode_turn_record
+from tidemill.bus.wire.codec import TurnKind, decode_turn_record
 from tidemill.bus.wire.messages import Sampling, Span, Task, Timings
-from tidemill.bus.wire.turn_records import TurnKind
 
 TASK = 7
 COUNT = 400 if THOROUGH else 150

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.actors.serving.waiting_share import WINDOW_S, IdleClock, WaitingShare
+from tidemill.actors.serving.host import WINDOW_S, IdleClock, WaitingShare
 
 
 class Clock:

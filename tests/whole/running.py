@@ -18,7 +18,7 @@ from tests.launched import tidemill
 from tests.waits import until
 from tests.whole.prepared import put_prepared
 from tidemill.bus.errors import BusUnavailable, NotFound
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Plan

@@ -18,7 +18,7 @@ from tests.forked import Forked
 from tests.unhurried import UNHURRIED
 from tests.waits import LIMIT_S, until, until_gone
 from tests.whole.running import assert_books_balance, live, until_step, up
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 
 

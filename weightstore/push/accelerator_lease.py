@@ -13,7 +13,7 @@ import time
 
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 
 _log = logging.getLogger(__name__)

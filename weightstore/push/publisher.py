@@ -27,28 +27,24 @@ from torch import Tensor
 from tidemill.bus.client.addresses import reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Fenced
-from tidemill.bus.liveness.heartbeats import LiveView
-from tidemill.bus.liveness.keys import admin_keys
+from tidemill.bus.liveness import LiveView, admin_keys
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.system.coroutines import cancellable
+from tidemill.bus.system.coroutines import LoopThread, cancellable
 from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PartLost, PublisherClosed, PushFailed
 from tidemill.weightstore.format.adapters import AdapterSettings
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.loop_thread import LoopThread
 from tidemill.weightstore.push.accelerator_lease import AcceleratorLease
-from tidemill.weightstore.push.head import Head
 from tidemill.weightstore.push.member import Check, Member
 from tidemill.weightstore.push.push import CUDA_HANDLES, HOST_HANDLES, Push, PushHandle, PushReport
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroup, PushGroups, open_groups
+from tidemill.weightstore.push.snapshots import Head, SnapshotServer
 from tidemill.weightstore.store.registry import VersionRegistry
-from tidemill.weightstore.store.snapshot_server import SnapshotServer
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import Division, RemotePart
 from tidemill.weightstore.transport.port import Deadlines
-from tidemill.weightstore.transport.staged_adapter import AdapterBase, StagedAdapter
-from tidemill.weightstore.transport.staging import StagedModel, StagingPool, staging_memory
+from tidemill.weightstore.transport.staging import AdapterBase, StagedAdapter, StagedModel, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
 

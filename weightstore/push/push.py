@@ -30,8 +30,7 @@ from tidemill.weightstore.format.adapters import AdapterHeader
 from tidemill.weightstore.push.member import Check, Member, Updated
 from tidemill.weightstore.push.push_groups import PushGroup, PushGroups, all_of
 from tidemill.weightstore.transport.parts import Buckets, Payload
-from tidemill.weightstore.transport.staged_adapter import StagedAdapter
-from tidemill.weightstore.transport.staging import StagedModel
+from tidemill.weightstore.transport.staging import StagedAdapter, StagedModel
 
 _log = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import VersionRow, row_of
-from tidemill.bus.wire.shards import Position
-from tidemill.bus.wire.subjects import natural
+from tidemill.bus.wire.subjects import Position, natural
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from tidemill.weightstore.errors import SnapshotBroken
 from tidemill.weightstore.format import adapters
 from tidemill.weightstore.format.checksums import beside
 from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec
-from tidemill.weightstore.transport.staged_adapter import StagedAdapter
+from tidemill.weightstore.transport.staging import StagedAdapter
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # Version of manifest.json

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from tidemill.bus.client.addresses import Reach
 from tidemill.bus.http.access import Route, RunAccess
-from tidemill.bus.http.bodies import body_in, json_in
-from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.http.listener import Listener, body_in, json_in
+from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.system.coroutines import LoopThread
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PeerLost, PublisherClosed
 from tidemill.weightstore.format.checksums import ChecksumReport, beside
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.loop_thread import LoopThread
 from tidemill.weightstore.transport.broadcast import known
 from tidemill.weightstore.transport.handles import shared_memory_domain
 from tidemill.weightstore.transport.nccl import own_end

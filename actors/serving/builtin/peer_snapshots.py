@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tidemill.actors.errors import PeerTransferRefused
 from tidemill.actors.serving.builtin.lora import Adapter
-from tidemill.actors.serving.builtin.weight_set import WeightSet
+from tidemill.actors.serving.builtin.weights import WeightSet
 from tidemill.bus.system.files import Scratch
 from tidemill.weightstore.format.adapters import MergedTensors
 from tidemill.weightstore.format.manifest import Manifest

@@ -101,15 +101,24 @@ def probe(model: PreTrainedModel) -> DynamicCache:
         model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
         raise UnsupportedModel(f"model_type {model.config.model_type}", f"a prefill fails: {error!r}") from error
+    if not any(kept_bytes(cache)):
+        want = "want a model that keeps what it has read in transformers' cache, got one that leaves it empty"
+        raise UnsupportedModel(f"model_type {model.config.model_type}", f"{want}; use SGLang, if it has the family")
     return cache
 
 
 def row_sizes(probed: DynamicCache, max_positions: int) -> RowSizes:
     """Return the sizes of rows of the model that ``probed`` is of."""
+    token_bytes, state_bytes = kept_bytes(probed)
+    return RowSizes(token_bytes=token_bytes, state_bytes=state_bytes, max_positions=max_positions)
+
+
+def kept_bytes(probed: DynamicCache) -> tuple[int, int]:
+    """Return the bytes that a cache keeps of each token, and those of the states of a row."""
     parts = [part[0, 0] for layer in probed.layers for part in _parts(layer).values()]
     states = [state[0] for states, number in _states(probed.layers) if (state := states[number]) is not None]
-    token_bytes, state_bytes = (sum(item.numel() * item.element_size() for item in items) for items in (parts, states))
-    return RowSizes(token_bytes=token_bytes, state_bytes=state_bytes, max_positions=max_positions)
+    of_token, of_states = (sum(item.numel() * item.element_size() for item in items) for items in (parts, states))
+    return of_token, of_states
 
 
 class Step:

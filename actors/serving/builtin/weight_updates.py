@@ -28,8 +28,8 @@ from tidemill.actors.http_api import decode
 from tidemill.actors.serving.builtin.lora import Adapter, IncomingAdapter
 from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
 from tidemill.actors.serving.builtin.scheduler import Scheduler
-from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.actors.serving.builtin.weights import (
+    WeightSet,
     copy_all,
     empty_cache,
     finalize,
@@ -37,8 +37,7 @@ from tidemill.actors.serving.builtin.weights import (
     load_from_directory,
 )
 from tidemill.actors.serving.command_bodies import BucketBody, UpdateBody
-from tidemill.actors.serving.port import COMMAND_S, Body
-from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates
+from tidemill.actors.serving.port import COMMAND_S, KV_CACHE, WEIGHTS, Body, Updates
 from tidemill.bus.system.functions import errors_as
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format import adapters

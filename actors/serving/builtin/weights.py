@@ -1,8 +1,10 @@
-"""One complete set of weights: fused storage for the decoder, views under Hugging Face names for transfers.
+"""One complete set of weights, by the names of the model's files: the port of weight updates (``WeightSet``), and the
+set of the decoder: fused storage, and views under Hugging Face names for transfers.
 
 Projections that read the same input lie side by side in one tensor (query, key, value; gate, up), so a step needs fewer
 and larger products; the named tensors are slices of them, so filling those fills the set. It is filled from a directory
-or from the buckets of a push; both block. Knows no version and no file format but safetensors.
+or from the buckets of a push; both block. Knows no version and no file format but safetensors. A model of the library
+transformers has a set of its own (``transformers_runner.py``).
 
 Shape letters: V = vocabulary, E = hidden size, Q = rows of query, key and value together, H = heads of query and key
 together, D = head size, X = experts, I = inner size of an expert.
@@ -10,22 +12,68 @@ together, D = head size, X = experts, I = inner size of an expert.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.serving.builtin.weight_set import WeightSet
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.store import snapshot_files
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ALIGNED_BYTES = 64
 """Alignment of torch's tensors on the CPU: products of a tensor with another one may differ in their last bits."""
+
+
+class WeightSet(Protocol):
+    """The tensors of one model; undefined until every tensor in ``named`` is filled and ``finalize`` was called."""
+
+    dtype: torch.dtype
+    device: torch.device
+    order: tuple[str, ...]
+    """Names in their order in memory, as far as the set can have it: a push in it may need no copy."""
+    named: dict[str, Tensor]
+    """Tensors to write, by the names of the model's files. Names of tied tensors are in ``aliases``."""
+    writes: int
+    """Counter, increased whenever some of the tensors are about to be written."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Name of a tensor in files -> the name in ``named`` of the tensor to which the configuration ties it."""
+
+    @property
+    def unused(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of tensors in the model's files that the engine does not need. They may be sent and are not kept."""
+
+    @property
+    def adapter_shape(self) -> ModelShape | None:
+        """Sizes of the modules that adapters may have; None = the runner of these weights takes no adapter."""
+
+    @property
+    def empty_copy(self) -> "Callable[[Sequence[str]], WeightSet]":
+        """Function that makes an undefined set of the same model for an order of names. Refers to no weights."""
+
+    @property
+    def final(self) -> bool:
+        """True when nothing was written since ``finalize``."""
+
+    def finalize(self) -> None:
+        """Compute what is derived from the named tensors, which are complete."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the named tensors."""
+
+    def with_alias(self) -> dict[str, Tensor]:
+        """Return the named tensors, and the tied ones under their own names too."""
+
+    def place(self, bucket: Bucket) -> Tensor | None:
+        """Return the memory of a bucket's tensors, flat uint8, if it has the layout of the bucket; else None."""
 
 
 @dataclass(slots=True, kw_only=True)

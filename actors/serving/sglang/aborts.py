@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tidemill.actors.errors import EngineError
-from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.server_process import Api
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
 from tidemill.bus.wire.json_object import JsonMapping
 

@@ -16,11 +16,10 @@ from typing import Any
 
 from tidemill.actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel
 from tidemill.actors.serving.host import PROBE, EngineHost
-from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.arguments import CPU_CHECKSUMS, NEWEST, Release, release_of, written
 from tidemill.actors.serving.sglang.proxy import Proxy
 from tidemill.actors.serving.sglang.registry import refuse_unserved
-from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess
+from tidemill.actors.serving.sglang.server_process import INFO_S, Api, ServerProcess
 from tidemill.actors.serving.sglang.tensors import layout_of
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
 from tidemill.bus.wire.model_values import language_values
@@ -64,9 +63,9 @@ class SglangEngine(EngineHost[SglangUpdates]):
         except (OSError, ValueError, KeyError) as error:
             want = "want vocab_size, hidden_size and max_position_embeddings"
             raise UnsupportedModel(str(file), f"{want}: {error!r}") from error
-        if not self.config.sglang.url:
-            refuse_unserved(self.model_dir, config, self.config.sglang)
         self._read_limits(vocab_size, context, experts=self.routed is not None)
+        if not self.config.sglang.url:
+            refuse_unserved(file, config, self.config.sglang, self.limits.max_context)
         self._names = frozenset(tensor_names(self.model_dir))
 
     async def _open(self) -> Proxy:

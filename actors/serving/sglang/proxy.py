@@ -15,8 +15,7 @@ from tidemill.actors.http_api import DATA, END, body_of, data_in, error_of
 from tidemill.actors.serving.host import EngineHost
 from tidemill.actors.serving.port import COMMAND_S, Body
 from tidemill.actors.serving.sglang.aborts import AGAIN_S, Aborts, RequestIds, Watch
-from tidemill.actors.serving.sglang.api import Aborted, Api
-from tidemill.actors.serving.sglang.server_process import RETURNS_EXPERTS
+from tidemill.actors.serving.sglang.server_process import RETURNS_EXPERTS, Aborted, Api
 from tidemill.actors.serving.sglang.validation import responses_in
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
 from tidemill.actors.text.text import beside_loop, size_of

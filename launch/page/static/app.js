@@ -1,7 +1,7 @@
 // The frame of the page: state of the run, tabs, keyboard, and events for the page that is open.
 
 import { clock, count, duration, link, parseLink } from "./format.js";
-import { button, el } from "./dom.js";
+import { button, el, failure } from "./dom.js";
 import { redrawAll } from "./canvas.js";
 import { openSource } from "./source.js";
 import { overviewPage } from "./overview.js";
@@ -43,12 +43,9 @@ class App {
     this.header = el("header.top");
     this.alert = el("p.alert", { role: "alert", hidden: true });
     this.main = el("main", { tabindex: -1 });
-    document.body.replaceChildren(
-      el("a.skip", { href: "#overview", onclick: (event) => this.skip(event) }, "to the content"),
-      this.header,
-      this.alert,
-      this.main,
-    );
+    const focus = (event) => (event.preventDefault(), this.main.focus());
+    const skip = el("a.skip", { href: "#overview", onclick: focus }, "to the content");
+    document.body.replaceChildren(skip, this.header, this.alert, this.main);
     this.build();
     const { exported } = source;
     if (exported) {
@@ -65,19 +62,16 @@ class App {
     this.chip = el("span.state");
     this.progress = el("span.progress");
     this.age = el("span.mute.age");
-    this.tabs = el(
-      "nav",
-      { "aria-label": "pages" },
-      TABS.map((name) => el("a", { href: link(name), "data-page": name }, name[0].toUpperCase() + name.slice(1))),
-    );
+    const tab = (name) => el("a", { href: link(name), "data-page": name }, name[0].toUpperCase() + name.slice(1));
+    this.tabs = el("nav", { "aria-label": "pages" }, TABS.map(tab));
     this.theme = button("", () => this.setTheme(THEMES[(THEMES.indexOf(this.chosen) + 1) % THEMES.length]));
     this.header.append(this.name, this.chip, this.progress, this.age, this.tabs, this.theme);
-    this.setTheme(recall("tidemill-theme") ?? "auto");
+    this.setTheme(remembered("tidemill-theme") ?? "auto");
   }
 
   setTheme(name) {
     this.chosen = name;
-    keep("tidemill-theme", name);
+    remembered("tidemill-theme", name);
     document.documentElement.dataset.theme = name;
     this.theme.textContent = { auto: "◐", light: "○", dark: "●" }[name];
     this.theme.title = `theme: ${name}`;
@@ -85,19 +79,10 @@ class App {
     redrawAll();
   }
 
-  skip(event) {
-    event.preventDefault();
-    this.main.focus();
-  }
-
   start() {
     // The events begin before the answers, so that none is missed between them.
     this.early = [];
-    this.source.subscribe({
-      apply: (event) => this.apply(event),
-      opened: () => this.opened(),
-      lost: () => this.lost(),
-    });
+    this.source.subscribe({ apply: (item) => this.apply(item), opened: () => this.opened(), lost: () => this.lost() });
     this.reload();
     setInterval(() => this.drawHeader(), 1_000);
   }
@@ -113,6 +98,7 @@ class App {
       this.answers = this.lostSince = null;
       this.follow();
     } catch (problem) {
+      if (answers !== this.answers) return;
       this.lost(problem.message);
       setTimeout(() => this.reload(), RETRY_MS);
     }
@@ -186,35 +172,24 @@ class App {
   async open() {
     const { page, value, query } = parseLink(location.hash);
     const name = PAGES[page] ? page : "overview";
-    for (const tab of this.tabs.children) {
-      const current = tab.dataset.page === name || (name === "sample" && tab.dataset.page === "samples");
-      if (current) tab.setAttribute("aria-current", "page");
-      else tab.removeAttribute("aria-current");
-    }
-    const turn = (this.turn = (this.turn ?? 0) + 1);
+    const current = name === "sample" ? "samples" : name;
+    for (const tab of this.tabs.children) tab.ariaCurrent = tab.dataset.page === current ? "page" : null;
+    const opening = (this.opening = {});
     this.early ??= [];
-    this.opening = true;
     this.main.setAttribute("aria-busy", "true");
+    const { source, known } = this;
+    const go = (hash) => (location.hash = hash);
+    const replace = (hash) => history.replaceState(null, "", hash);
     let opened;
     try {
-      opened = await PAGES[name]({
-        source: this.source,
-        known: this.known,
-        run: () => this.run,
-        value,
-        query,
-        go: (hash) => (location.hash = hash),
-        replace: (hash) => history.replaceState(null, "", hash),
-      });
+      opened = await PAGES[name]({ source, known, run: () => this.run, value, query, go, replace });
     } catch (problem) {
-      if (problem.status === undefined) throw problem;
-      opened = { root: el("p.badly", { role: "alert" }, problem.message) };
+      if (problem.status === undefined) console.error(problem); // a mistake of the page itself
+      opened = { root: failure(problem) };
     }
-    if (turn !== this.turn) return; // another page was asked for meanwhile
+    if (opening !== this.opening) return; // another page was asked for meanwhile
     const same = this.shown === name;
-    this.shown = name;
-    this.page = opened;
-    this.opening = false;
+    Object.assign(this, { shown: name, page: opened, opening: null });
     this.main.replaceChildren(opened.root);
     this.main.removeAttribute("aria-busy");
     if (!same) scrollTo(0, 0);
@@ -224,16 +199,14 @@ class App {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
-      if (event.key === "Escape") event.target.blur();
-      return;
-    }
-    if (event.key === "/" && this.page?.search) {
+    const { target } = event;
+    if (target.tagName === "INPUT") {
+      if (event.key === "Escape") target.blur();
+    } else if (event.key === "/" && this.page?.search) {
       event.preventDefault();
       this.page.search.focus();
     } else if (/^[1-9]$/.test(event.key) && TABS[event.key - 1]) location.hash = link(TABS[event.key - 1]);
-    else if (event.key !== "Enter" || event.target === document.body || event.target === this.main)
-      this.page?.key?.(event);
+    else if (event.key !== "Enter" || target === document.body || target === this.main) this.page?.key?.(event);
   }
 }
 
@@ -241,20 +214,13 @@ function set(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** A choice of the reader; an exported file may have no storage. */
-function recall(name) {
+/** A choice of the reader, after it was set to `value` if there is one. An exported file may have no storage. */
+function remembered(name, value) {
   try {
+    if (value) localStorage.setItem(name, value);
     return localStorage.getItem(name);
   } catch {
-    return null;
-  }
-}
-
-function keep(name, value) {
-  try {
-    localStorage.setItem(name, value);
-  } catch {
-    // the choice lasts until the page is closed
+    return value; // it lasts until the page is closed
   }
 }
 

@@ -1,7 +1,7 @@
 // One step from its samples to rows, micro-batches and ranks.
 
-import { count, duration, inUnit, link, num, percent, samplesLink } from "./format.js";
-import { button, el, empty, fact, failure, panel, table } from "./dom.js";
+import { count, duration, inUnit, link, num, percent } from "./format.js";
+import { button, el, empty, fact, failure, panel, tableOf, taskLink } from "./dom.js";
 import { BatchRows } from "./charts.js";
 
 const ROWS_NOTE =
@@ -17,33 +17,35 @@ function stepBar(step, go, walk) {
 
 function batchFacts(batch) {
   const slowest = batch.slowest_rank == null ? "waits included" : `slowest: rank ${batch.slowest_rank}`;
-  const times = (batch.pace ?? []).filter(({ unit }) => unit === "s").map(({ value }) => value);
-  const whole = times.length ? times.reduce((sum, value) => sum + value, 0) : batch.seconds;
-  return el(
-    "dl.facts",
+  const facts = [
     fact("filled", percent(batch.fill), "of the rows' tokens"),
     fact("padding", percent(batch.padding)),
     fact("samples", count(batch.samples), `${count(batch.groups?.length)} groups`),
     fact("shared prompts", count(batch.shared_tokens), "tokens computed once"),
-    fact("time", duration(whole), slowest, batch.slow && "warn"),
-  );
+    fact("time", duration(batch.seconds), slowest, batch.slow && "warn"),
+  ];
+  return el("dl.facts", facts);
 }
 
 /** What made the step slow: its times and sizes beside those of the median step. */
 function pacePanel({ pace, pace_words: words, slow }) {
-  const rows = pace.map(({ name, unit, value, usual }) => [name, inUnit(value, unit), inUnit(usual, unit)]);
-  const lines = table(["", "this step", "median step"], rows, { caption: "Time of the step" });
+  const columns = {
+    "": ({ name }) => name,
+    "this step": ({ value, unit }) => inUnit(value, unit),
+    "median step": ({ usual, unit }) => inUnit(usual, unit),
+  };
+  const lines = tableOf(columns, pace, { caption: "Time of the step" });
   return panel("Time", { size: "wide12" }, el(slow ? "p.lead.warned" : "p.mute", words), lines);
 }
 
 function groupsPanel(groups) {
-  const rows = groups.map((group) => [
-    el("a", { href: samplesLink(`task=${group.task}`) }, `task ${group.task}`),
-    count(group.samples),
-    num(group.reward_mean),
-    group.zero ? "△ none: all rewards are equal" : "✓",
-  ]);
-  const lines = table(["task", "samples", "mean reward", "signal"], rows, { caption: "Groups of the step" });
+  const columns = {
+    task: ({ task }) => taskLink(task),
+    samples: ({ samples }) => count(samples),
+    "mean reward": (group) => num(group.reward_mean),
+    signal: ({ zero }) => (zero ? "△ none: all rewards are equal" : "✓"),
+  };
+  const lines = tableOf(columns, groups, { caption: "Groups of the step" });
   return panel("Groups", { size: "wide12" }, el("div.scroll", lines));
 }
 

@@ -3,6 +3,7 @@
 import { visible } from "./format.js";
 import { el, table } from "./dom.js";
 
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const LARGEST_STEP = 10; // places that an arrow moves with Shift
 const FRAME_MS = 8; // of the 16 of a frame
 const WORDS_EVERY_MS = 5_000; // the hidden table is written this often at most
@@ -73,22 +74,23 @@ export class Chart {
     this.observer = new ResizeObserver(() => this.redraw());
     this.observer.observe(host);
     charts.add(this);
-    this.canvas.addEventListener("pointermove", (event) => this.hover?.(event.offsetX, event.offsetY));
-    this.canvas.addEventListener("pointerleave", () => this.hover?.(null, null));
-    this.canvas.addEventListener("blur", () => this.hover?.(null, null));
-    this.canvas.addEventListener("click", (event) => this.pick?.(event.offsetX, event.offsetY));
-    this.canvas.addEventListener("keydown", (event) => this.key(event));
+    const leave = () => this.hover?.(null, null);
+    const handlers = {
+      pointermove: (event) => this.hover?.(event.offsetX, event.offsetY),
+      pointerleave: leave,
+      blur: leave,
+      click: (event) => this.pick?.(event.offsetX, event.offsetY),
+      keydown: (event) => this.key(event),
+    };
+    for (const [name, handler] of Object.entries(handlers)) this.canvas.addEventListener(name, handler);
   }
 
   key(event) {
-    const by = event.shiftKey ? LARGEST_STEP : 1;
-    const [dx, dy] = { ArrowLeft: [-by, 0], ArrowRight: [by, 0], ArrowUp: [0, -by], ArrowDown: [0, by] }[event.key] ?? [
-      0, 0,
-    ];
-    if ((dx || dy) && this.move) {
+    const arrow = ARROWS[event.key];
+    if (arrow && this.move) {
       event.preventDefault();
-      this.move(dx, dy);
-    } else if (event.key === "Enter" && this.pick) this.pick(null, null);
+      this.move(...arrow.map((by) => by * (event.shiftKey ? LARGEST_STEP : 1)));
+    } else if (event.key === "Enter") this.pick?.(null, null);
   }
 
   /** Words about what is under the pointer or the cursor. */

@@ -7,8 +7,8 @@ import { BOTTOM, LEFT, RIGHT } from "./curves.js";
 
 /** Shares by column and row, opacity by the square root. `columns`: `[[first, last], …]`, `shares[column][row]`. */
 export class HeatMap extends PlacesChart {
-  constructor(host, { height = 170, label, columns, rows, shares, pick }) {
-    super(host, { height, label, says: true });
+  constructor(host, { label, columns, rows, shares, pick }) {
+    super(host, { height: 170, label, says: true });
     this.onPick = ([column, row]) => pick(column, row);
     this.set({ columns, rows, shares });
   }
@@ -22,28 +22,25 @@ export class HeatMap extends PlacesChart {
     this.areas = [];
     if (!this.columns.length) return writeText(g, "no step is trained yet", width / 2, height / 2, { align: "center" });
     const [cell, row] = [(width - LEFT - RIGHT) / this.columns.length, (height - BOTTOM) / this.rows.length];
-    this.rows.forEach((name, place) => {
-      const label = name === "over" ? name : `lag ${name}`;
-      writeText(g, label, LEFT - 6, (place + 0.5) * row, { align: "right", width: LEFT - 6 });
-    });
-    const eachCell = (visit) =>
-      this.shares.forEach((shares, column) => {
-        shares.forEach((share, place) => visit(LEFT + column * cell, place * row, share, column, place));
-      });
-    g.fillStyle = ink("version");
-    eachCell((x, y, share) => {
-      if (!share) return;
-      g.globalAlpha = 0.08 + 0.92 * Math.sqrt(share);
-      g.fillRect(x, y + 1, Math.max(1, cell + 0.3), row - 2);
-    });
-    g.globalAlpha = 1;
+    const style = { align: "right", width: LEFT - 6 };
+    this.rows.forEach((name, place) =>
+      writeText(g, name === "over" ? name : `lag ${name}`, LEFT - 6, (place + 0.5) * row, style),
+    );
+    this.shares.forEach((shares, column) =>
+      shares.forEach((share, place) => {
+        const [x, y] = [LEFT + column * cell, place * row];
+        g.fillStyle = ink("version");
+        g.globalAlpha = share ? 0.08 + 0.92 * Math.sqrt(share) : 0;
+        g.fillRect(x, y + 1, Math.max(1, cell + 0.3), row - 2);
+        g.globalAlpha = 1;
+        this.note(g, x, y, cell, row, [this.columns[column], this.rows[place], share]);
+      }),
+    );
     for (const step of ticks(this.columns[0][0], this.columns.at(-1)[1], Math.max(2, width / 90))) {
       const column = this.columns.findIndex(([first, last]) => first <= step && step <= last);
       if (column >= 0) writeText(g, num(step), LEFT + (column + 0.5) * cell, height - 8, { align: "center" });
     }
-    return eachCell((x, y, share, column, place) =>
-      this.note(g, x, y, cell, row, [this.columns[column], this.rows[place], share]),
-    );
+    return undefined;
   }
 
   describe([[first, last], row, share]) {
@@ -169,37 +166,27 @@ export class Flow extends PlacesChart {
 /** A histogram whose bins are buttons: `[{low, high, exact, count, filter}]`. */
 export function histogram(bins, { picked, pick }) {
   const most = Math.max(1, ...bins.map((bin) => bin.count));
-  return el(
-    "div.histogram",
-    { role: "group", "aria-label": "rewards" },
-    bins.map((bin) => {
-      const range = bin.exact ? `exactly ${num(bin.low)}` : `${num(bin.low)} to ${num(bin.high)}`;
-      const bar = el(`i${bin.exact ? ".exact" : ""}`);
-      bar.style.height = `${bin.count ? Math.max(2, (bin.count / most) * 56) : 0}px`;
-      const label = el("span", bin.exact ? `=${num(bin.low)}` : num(bin.low));
-      const title = `reward ${range}: ${count(bin.count)} samples`;
-      return button(
-        "",
-        () => pick(bin),
-        { title, "aria-label": title, "aria-pressed": String(picked === bin.filter) },
-        bar,
-        label,
-      );
-    }),
-  );
+  const bar = (bin) => {
+    const range = bin.exact ? `exactly ${num(bin.low)}` : `${num(bin.low)} to ${num(bin.high)}`;
+    const title = `reward ${range}: ${count(bin.count)} samples`;
+    const height = el(bin.exact ? "i.exact" : "i");
+    height.style.height = `${bin.count ? Math.max(2, (bin.count / most) * 56) : 0}px`;
+    const label = el("span", bin.exact ? `=${num(bin.low)}` : num(bin.low));
+    const attributes = { title, "aria-label": title, "aria-pressed": String(picked === bin.filter) };
+    return button("", () => pick(bin), attributes, height, label);
+  };
+  return el("div.histogram", { role: "group", "aria-label": "rewards" }, bins.map(bar));
 }
 
 /** Parts of a whole as bars in words: `[{name, share, text, hue}]`. */
 export function shareBars(parts) {
   const most = Math.max(1e-9, ...parts.map((part) => part.share ?? 0));
-  return el(
-    "div.shares",
-    parts.map((part) => {
-      const bar = el(`i.${part.hue ?? "version"}`);
-      bar.style.width = `${((part.share ?? 0) / most) * 100}%`;
-      return el("div", el("span", part.name), el("span.bar", bar), el("span.number", part.text ?? percent(part.share)));
-    }),
-  );
+  const line = ({ name, share, text, hue = "version" }) => {
+    const bar = el(`i.${hue}`);
+    bar.style.width = `${((share ?? 0) / most) * 100}%`;
+    return el("div", el("span", name), el("span.bar", bar), el("span.number", text ?? percent(share)));
+  };
+  return el("div.shares", parts.map(line));
 }
 
 const MOST_PIECES = 40; // of a line: a piece must be wide enough for the pointer
@@ -218,19 +205,14 @@ function inLines(row) {
 /** Rows of a step: tokens by version, padding hatched, ranks below each other. `ranks`: as `/api/batch` has them. */
 export class BatchRows extends PlacesChart {
   constructor(host, { label, ranks, pick }) {
-    const rows = ranks.flatMap((rank) =>
-      rank.micro_batches.flatMap((batch) =>
-        batch.rows.flatMap(inLines).map((row, place) => ({ ...row, rank, batch, first: !place })),
-      ),
-    );
-    const breaks = ranks.length;
-    super(host, { label, says: true, height: Math.min(12_000, rows.length * 16 + breaks * 20 + 4) });
+    const lines = (rank) => (batch) =>
+      batch.rows.flatMap(inLines).map((row, place) => ({ ...row, rank, batch, first: !place }));
+    const rows = ranks.flatMap((rank) => rank.micro_batches.flatMap(lines(rank)));
+    super(host, { label, says: true, height: Math.min(12_000, rows.length * 16 + ranks.length * 20 + 4) });
     Object.assign(this, { rows, ranks, onPick: pick, describe: pieceWords });
     this.most = Math.max(1, ...rows.map((row) => row.tokens + row.padding));
-    this.newest = Math.max(
-      0,
-      ...rows.flatMap((row) => row.pieces.flatMap((piece) => piece.versions.map((part) => part[0]))),
-    );
+    const pieces = rows.flatMap((row) => row.pieces);
+    this.newest = Math.max(0, ...pieces.flatMap((piece) => piece.versions.map(([version]) => version)));
     this.redraw();
   }
 

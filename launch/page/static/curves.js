@@ -1,6 +1,6 @@
 // Curves over steps with healthy bands, intervals, outliers and a crosshair that all of them share.
 
-import { addPoint, axisRange, count, num, ticks, visible } from "./format.js";
+import { axisRange, count, firstFrom, num, ticks, visible } from "./format.js";
 import { Chart, drawSegment, ink, writeText } from "./canvas.js";
 
 export const LEFT = 58;
@@ -19,10 +19,13 @@ function moveCrosshair(step) {
 
 /** Curves over steps. A line: `{name, hue, dash, points: [[step, value|null], …], area: [[step, low, high], …]}`. */
 export class Curves extends Chart {
-  constructor(host, { height = 110, label, lines = [], band, marks = [], pick, format = num }) {
+  lines = [];
+  marks = []; // steps of pushes
+  log = false;
+
+  constructor(host, { height = 110, label, band, pick }) {
     super(host, { height, label });
-    Object.assign(this, { band, marks, format, log: false, onPick: pick });
-    this.set(lines);
+    Object.assign(this, { band, onPick: pick });
     crosshair.readers.add(this);
   }
 
@@ -86,17 +89,15 @@ export class Curves extends Chart {
     for (const value of ticks(low, high, Math.min(6, height / 26))) {
       const place = Math.round(y(this.log ? 10 ** value : value)) + 0.5;
       drawSegment(g, LEFT, place, width - RIGHT, place);
-      writeText(g, this.format(this.log ? 10 ** value : value), LEFT - 6, place, { align: "right", width: LEFT - 8 });
+      writeText(g, num(this.log ? 10 ** value : value), LEFT - 6, place, { align: "right", width: LEFT - 8 });
     }
     for (const step of ticks(first, last, Math.max(3, width / 60)).filter(Number.isInteger)) {
       writeText(g, num(step), Math.min(x(step), width - RIGHT - 8), height - 8, { align: "center" });
     }
     g.strokeStyle = ink("version");
     g.globalAlpha = 0.5;
-    for (const step of this.marks) {
-      if (step < first || step > last) continue;
-      drawSegment(g, x(step), height - BOTTOM, x(step), height - BOTTOM + 4);
-    }
+    const marks = this.marks.filter((step) => first <= step && step <= last);
+    for (const step of marks) drawSegment(g, x(step), height - BOTTOM, x(step), height - BOTTOM + 4);
     g.globalAlpha = 1;
   }
 
@@ -141,7 +142,7 @@ export class Curves extends Chart {
   drawOutliers(g, outliers, width) {
     const written = [];
     for (const [x, above, value] of outliers.sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]))) {
-      const text = `${above ? "▲" : "▼"} ${this.format(value)}`;
+      const text = `${above ? "▲" : "▼"} ${num(value)}`;
       const size = g.measureText(text).width;
       const left = Math.min(x, width - RIGHT - size);
       if (written.length === 3) break;
@@ -165,7 +166,7 @@ export class Curves extends Chart {
       g.beginPath();
       g.arc(x(point[0]), Math.max(TOP, Math.min(height - BOTTOM, y(point[1]))), 3, 0, 7);
       g.fill();
-      texts.push((this.lines.length > 1 ? `${line.name} ` : "") + this.format(point[1]));
+      texts.push((this.lines.length > 1 ? `${line.name} ` : "") + num(point[1]));
     }
     const text = visible(texts.join("  "));
     const size = g.measureText(text).width + 10;
@@ -200,23 +201,16 @@ export class Curves extends Chart {
     const points = line.points.filter((point) => point[1] != null);
     const every = Math.ceil(points.length / 9);
     const chosen = points.filter((_, place) => (points.length - 1 - place) % every === 0);
-    const rows = chosen.map(([step, value]) => [count(step), this.format(value)]);
-    return {
-      head: ["step", this.label],
-      rows,
-      summary: rows.length ? `newest ${rows.at(-1)[1]} at step ${rows.at(-1)[0]}` : "",
-    };
+    const rows = chosen.map(([step, value]) => [count(step), num(value)]);
+    const summary = rows.length ? `newest ${rows.at(-1)[1]} at step ${rows.at(-1)[0]}` : "";
+    return { head: ["step", this.label], rows, summary };
   }
 }
 
 /** The point whose step is nearest; points are in the order of steps. */
 export function nearest(points, step) {
-  let [low, high] = [0, points.length - 1];
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (points[middle][0] <= step) low = middle;
-    else high = middle;
-  }
-  if (high < 0) return null;
-  return Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
+  const place = firstFrom(points, step, (point) => point[0]);
+  const [before, after] = [points[place - 1], points[place]];
+  if (!before || !after) return before ?? after ?? null;
+  return step - before[0] <= after[0] - step ? before : after;
 }

@@ -1,6 +1,6 @@
 // Elements. Text enters by text nodes alone, and every string is escaped on the way (`visible`).
 
-import { visible } from "./format.js";
+import { link, samplesLink, visible } from "./format.js";
 
 /** `el("td.warn", {title: "…", onclick: f}, "text", child, …)`; null and false children are left out. */
 export function el(name, attributes, ...children) {
@@ -43,6 +43,21 @@ export function renew(host, ...children) {
   if (!host.contains(document.activeElement)) host.replaceChildren(...children);
 }
 
+/** A text of the run as it is. */
+export function textBlock(text) {
+  return el("pre", { dir: "auto" }, text === "" ? "∅ empty" : (text ?? "—"));
+}
+
+/** The samples of a task. */
+export function taskLink(task, text = `task ${task}`) {
+  return el("a", { href: samplesLink(`task=${task}`) }, text);
+}
+
+/** The page of a sample. */
+export function sampleLink(seq) {
+  return el("a", { href: link("sample", seq) }, `#${seq}`);
+}
+
 /** What stands where nothing is yet: what would fill it, and the command. */
 export function empty(text, command) {
   return el("p.empty", text, command ? el("code", command) : null);
@@ -71,6 +86,12 @@ export function table(head, rows, { caption, hidden } = {}) {
   return el(hidden ? "table.hidden" : "table", parts);
 }
 
+/** A table by its columns, `{name: (item) => cell}`, with a line for each item. */
+export function tableOf(columns, items, options) {
+  const cells = (item) => Object.values(columns).map((cell) => cell(item));
+  return table(Object.keys(columns), items.map(cells), options);
+}
+
 export function button(text, onclick, attributes = {}, ...children) {
   return el("button", { type: "button", onclick, ...attributes }, text, ...children);
 }
@@ -79,10 +100,8 @@ export function button(text, onclick, attributes = {}, ...children) {
 export function commandButton(text, ask) {
   return button(text, async ({ target }) => {
     target.disabled = true;
-    target.textContent = await ask().then(
-      () => `${text}: done`,
-      (problem) => problem.message,
-    );
+    const done = () => `${text}: done`;
+    target.textContent = await ask().then(done, (problem) => problem.message);
     target.disabled = false;
   });
 }

@@ -1,7 +1,7 @@
 // Which process does what, when: a lane per process, queues, hosts and devices.
 
 import { bytes, count, duration, link, num, samplesLink } from "./format.js";
-import { button, commandButton, el, empty, fact, panel, table } from "./dom.js";
+import { button, commandButton, el, empty, fact, panel, table, tableOf } from "./dom.js";
 import { Lanes, PHASES, SILENT_S } from "./lanes.js";
 
 const TABLE_EVERY_MS = 5_000;
@@ -17,14 +17,14 @@ const MEANING = {
 const COLUMNS = {
   process: (lane) => lane.lane,
   host: (lane) => lane.host,
-  phase: (lane) =>
-    lane.silent_s > SILENT_S
-      ? el("td.warned", `silent for ${duration(lane.silent_s)}`)
-      : lane.phase + (lane.waits_for ? ` (${lane.waits_for})` : ""),
-  version: (lane, newest) => {
-    if (lane.version == null) return "—";
-    const behind = lane.role === "engine" ? newest - lane.version : 0;
-    return behind > 0 ? el("td.warned", `v${lane.version}, ${count(behind)} behind`) : `v${lane.version}`;
+  phase: ({ silent_s: silent, phase, waits_for: awaited }) => {
+    if (silent > SILENT_S) return el("td.warned", `silent for ${duration(silent)}`);
+    return phase + (awaited ? ` (${awaited})` : "");
+  },
+  version: ({ role, version, newest }) => {
+    if (version == null) return "—";
+    const behind = role === "engine" ? newest - version : 0;
+    return behind > 0 ? el("td.warned", `v${version}, ${count(behind)} behind`) : `v${version}`;
   },
   "tokens/s": (lane) => num(lane.tokens_per_second),
   load: (lane) => {
@@ -80,17 +80,16 @@ function queueFacts(queue = {}) {
 /** Engines by the samples that they made, the ones that are behind first: it is there after the end, too. */
 function enginesPanel(engines) {
   const least = Math.min(...engines.map((engine) => engine.behind));
-  const row = ({ engine, samples, tokens, version, behind, most_behind: most }) => [
-    el("a", { href: samplesLink(`engine=${engine}`) }, engine),
-    el(behind >= least + 1 ? "td.number.warned" : "td.number", num(behind)),
-    count(most),
-    `v${version}`,
-    count(samples),
-    count(tokens),
-  ];
-  const head = ["engine", "versions behind", "most behind", "newest version", "samples", "tokens"];
+  const columns = {
+    engine: ({ engine }) => el("a", { href: samplesLink(`engine=${engine}`) }, engine),
+    "versions behind": ({ behind }) => el(behind >= least + 1 ? "td.number.warned" : "td.number", num(behind)),
+    "most behind": (engine) => count(engine.most_behind),
+    "newest version": ({ version }) => `v${version}`,
+    samples: ({ samples }) => count(samples),
+    tokens: ({ tokens }) => count(tokens),
+  };
   const note = "how far its samples were behind the newest version when they were stored; mean and most";
-  return panel("Engines by their samples", { note, size: "wide12" }, el("div.scroll", table(head, engines.map(row))));
+  return panel("Engines by their samples", { note, size: "wide12" }, el("div.scroll", tableOf(columns, engines)));
 }
 
 class FleetView {
@@ -126,12 +125,11 @@ class FleetView {
   write() {
     this.written = performance.now();
     const newest = Math.max(...this.lanes.map((lane) => lane.version ?? -1));
-    const rows = this.lanes.slice(0, MOST_ROWS).map((lane) => Object.values(COLUMNS).map((cell) => cell(lane, newest)));
-    const nothing =
-      this.run().mode === "live"
-        ? empty("Processes stand here from their first heartbeat on.", "tidemill up")
-        : empty("The run has ended: no process sends heartbeats.");
-    this.body.replaceChildren(rows.length ? table(Object.keys(COLUMNS), rows, { caption: "Processes now" }) : nothing);
+    const lanes = this.lanes.slice(0, MOST_ROWS).map((lane) => ({ ...lane, newest }));
+    if (lanes.length) this.body.replaceChildren(tableOf(COLUMNS, lanes, { caption: "Processes now" }));
+    else if (this.run().mode === "live")
+      this.body.replaceChildren(empty("Processes stand here from their first heartbeat on.", "tidemill up"));
+    else this.body.replaceChildren(empty("The run has ended: no process sends heartbeats."));
   }
 
   update({ run, segments, pushes, processes, queue }) {

@@ -1,10 +1,10 @@
 // The way of the samples, and the ledger in which every one of them has exactly one place.
 
 import { clock, count, percent, samplesLink } from "./format.js";
-import { button, choice, commandButton, el, panel, table } from "./dom.js";
+import { button, choice, commandButton, el, panel, table, tableOf } from "./dom.js";
 import { Flow } from "./charts.js";
 
-const TIMES = { "whole run": "all", "last 10 min": "600" };
+const TIMES = { "whole run": null, "last 10 min": "600" };
 const FLOW_EVERY_MS = 5_000;
 const CHECKED_FOR_S = 60; // the server checks no more often
 
@@ -55,19 +55,22 @@ function taskRows({ given_up: reasons = {}, ...numbers } = {}) {
 
 function deadTasks(dead, operator, source) {
   const decide = (task, word) => commandButton(word, () => source.post(word, { tasks: [task] }));
-  const rows = dead.map(({ task, reason, attempts, actor, decision }) => {
-    const tools = operator && !decision && el("span", decide(task, "requeue"), decide(task, "drop"));
-    return [String(task), reason, count(attempts), actor, tools || decision || "—"];
-  });
-  const head = ["task", "reason", "attempts", "last actor", "decision"];
-  return panel("Dead tasks", { note: "given up after their attempts", size: "wide12" }, table(head, rows));
+  const columns = {
+    task: ({ task }) => String(task),
+    reason: ({ reason }) => reason,
+    attempts: ({ attempts }) => count(attempts),
+    "last actor": ({ actor }) => actor,
+    decision: ({ task, decision }) =>
+      decision || (operator && el("span", decide(task, "requeue"), decide(task, "drop"))) || "—",
+  };
+  return panel("Dead tasks", { note: "given up after their attempts", size: "wide12" }, tableOf(columns, dead));
 }
 
 class FlowView {
   root = el("div.page");
   body = el("div");
   numbers = el("div");
-  last = "all";
+  last = null; // seconds
   asked = performance.now();
 
   constructor({ source, run, go }, flow, dead) {
@@ -76,10 +79,8 @@ class FlowView {
     const tools = source.live ? [choice(Object.keys(TIMES), "whole run", pick, "time")] : [];
     const note = "width = samples; click a place for its samples";
     const way = panel("Way of the samples", { note, size: "wide12", tools });
-    this.chart = new Flow(way, {
-      label: "way of the samples from the task to their place in the ledger",
-      pick: (node) => this.open(node),
-    });
+    const label = "way of the samples from the task to their place in the ledger";
+    this.chart = new Flow(way, { label, pick: (node) => this.open(node) });
     const ledger = panel("Ledger", { note: "every sample has one line, zeros stay", size: "wide8" }, this.body);
     const tasks = panel("Tasks", { size: "wide4" }, this.numbers);
     this.root.append(way, el("div.grid", ledger, tasks));
@@ -94,7 +95,7 @@ class FlowView {
 
   async ask(query = {}) {
     this.asked = performance.now();
-    this.flow = await this.source.get("flow", { last: this.last === "all" ? null : this.last, ...query });
+    this.flow = await this.source.get("flow", { last: this.last, ...query });
     this.draw();
   }
 
@@ -120,8 +121,8 @@ class FlowView {
 
   update({ flow }) {
     if (!flow) return null;
-    if (this.last !== "all" && performance.now() - this.asked > FLOW_EVERY_MS) return this.ask();
-    this.flow = this.last === "all" ? { ...this.flow, ...flow } : { ...this.flow, audit: flow.audit };
+    if (this.last && performance.now() - this.asked > FLOW_EVERY_MS) return this.ask();
+    this.flow = { ...this.flow, ...(this.last ? { audit: flow.audit } : flow) };
     return this.draw();
   }
 }

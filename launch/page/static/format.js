@@ -58,10 +58,8 @@ export function inUnit(value, unit) {
 export function clock(seconds, now = Date.now() / 1e3) {
   if (seconds == null) return "—";
   const date = new Date(seconds * 1e3);
-  const two = (part) => String(part).padStart(2, "0");
-  const time = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
-  if (date.toDateString() === new Date(now * 1e3).toDateString()) return time;
-  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}`;
+  const text = date.toLocaleString("sv"); // 2026-12-01 14:02:33
+  return date.toDateString() === new Date(now * 1e3).toDateString() ? text.slice(11) : text;
 }
 
 // Control characters but line feed and tab, characters that turn the direction of text, that are invisible or split
@@ -71,6 +69,11 @@ const HIDDEN = new RegExp(
     "\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}\\ud800-\\udfff]",
   "gu",
 );
+
+/** Words with a dot between them; those that are false are left out. */
+export function joinWords(...words) {
+  return words.filter(Boolean).join(" · ");
+}
 
 /** Text in which control and bidirectional characters stand as `\x1b`, `\u202e`. */
 export function visible(text) {
@@ -139,12 +142,22 @@ export function ticks(low, high, wanted) {
   return places;
 }
 
+/** The place of the first item of an ordered list whose key is not below `value`. */
+export function firstFrom(list, value, key) {
+  let [low, high] = [0, list.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (key(list[middle]) < value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
 /** Put an item into a list that is in the order of a key; it replaces the one with the same key. */
 export function insert(list, item, key) {
-  let place = list.length;
-  while (place && key(list[place - 1]) > key(item)) place--;
-  const again = place && key(list[place - 1]) === key(item);
-  list.splice(again ? place - 1 : place, again ? 1 : 0, item);
+  const place = firstFrom(list, key(item), key);
+  const again = place < list.length && key(list[place]) === key(item);
+  list.splice(place, again ? 1 : 0, item);
 }
 
 /** Put a point of a step into a curve; one that has grown is reduced. */
@@ -210,14 +223,20 @@ export function judge(points, low, high) {
   return { mark: "✓", tone: "ok", text: earlier ? "earlier outside" : "" };
 }
 
+const SHADE_EDGES = {
+  probability: [0.9, 0.5, 0.1, 0.01],
+  entropy: [0.1, 0.5, 1, 2],
+  advantage: [0.01, 0.3, 1, 2],
+  difference: [0.01, 0.05, 0.2, 1],
+  weight: [0.01, 0.05, 0.2, 0.7],
+};
+
 /** Place of a token's value on an overlay of five shades, from 0 (plain) to 4; negative for the other direction. */
 export function shade(overlay, value) {
   if (value == null) return 0;
-  if (overlay === "probability") return [0.9, 0.5, 0.1, 0.01].filter((edge) => Math.exp(value) < edge).length;
-  if (overlay === "entropy") return [0.1, 0.5, 1, 2].filter((edge) => value > edge).length;
-  const edges = { advantage: [0.01, 0.3, 1, 2], difference: [0.01, 0.05, 0.2, 1], weight: [0.01, 0.05, 0.2, 0.7] }[
-    overlay
-  ];
+  const edges = SHADE_EDGES[overlay];
+  if (overlay === "probability") return edges.filter((edge) => Math.exp(value) < edge).length;
+  if (overlay === "entropy") return edges.filter((edge) => value > edge).length;
   const signed = overlay === "weight" ? Math.log(Math.max(value, 1e-9)) : value;
   const size = edges.filter((edge) => Math.abs(signed) >= edge).length;
   return signed < 0 ? -size : size;

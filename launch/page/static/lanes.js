@@ -1,6 +1,6 @@
 // A lane per process over time: phases by hue and pattern, pushes as lines through all lanes.
 
-import { bytes, clock, count, duration, insert, num, ticks, visible } from "./format.js";
+import { bytes, clock, count, duration, firstFrom, insert, joinWords, num, ticks, visible } from "./format.js";
 import { Chart, hatch, drawSegment, ink, writeText } from "./canvas.js";
 
 const ROW = 16;
@@ -46,14 +46,7 @@ export class Segments {
 
   /** The place of the first segment of a lane that ends behind `second`. */
   firstAfter(lane, second) {
-    const segments = this.of(lane);
-    let [low, high] = [0, segments.length];
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if ((segments[middle].end_s ?? Infinity) < second) low = middle + 1;
-      else high = middle;
-    }
-    return low;
+    return firstFrom(this.of(lane), second, (segment) => segment.end_s ?? Infinity);
   }
 }
 
@@ -76,10 +69,18 @@ export function phaseShares(segments, lanes, begin, end, bins) {
 
 /** The lanes of a fleet. `set` takes what `/api/fleet` answers, `add` what `/events` brings. */
 export class Lanes extends Chart {
+  lanes = [];
+  pushes = [];
+  segments = new Segments();
+  now = 0;
+  span = 600; // seconds that are shown
+  shift = 0; // seconds from their end to now
+  place = null; // under the pointer
+  opened = new Set(); // roles
+
   constructor(host, { label, pick }) {
     super(host, { height: 120, label, says: true });
-    Object.assign(this, { lanes: [], pushes: [], segments: new Segments(), now: 0, span: 600, shift: 0, onPick: pick });
-    Object.assign(this, { place: null, opened: new Set() });
+    this.onPick = pick;
     this.canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     this.canvas.addEventListener("keydown", (event) => {
       if (event.key === "+" || event.key === "-") this.zoom(event.key === "+" ? 0.7 : 1.4);
@@ -111,19 +112,15 @@ export class Lanes extends Chart {
     const many = this.lanes.length > MOST_LANES;
     this.rows = [];
     let y = 0;
+    const add = (row) => {
+      this.rows.push({ ...row, y });
+      y += row.height;
+    };
     for (const [role, lanes] of roles) {
       const collapsed = many && lanes.length > 4 && !this.opened.has(role);
-      this.rows.push({ y, height: GROUP, role, lanes, heading: true, collapsed });
-      y += GROUP;
-      if (collapsed) {
-        this.rows.push({ y, height: STACK, role, lanes, collapsed });
-        y += STACK;
-      } else {
-        for (const lane of lanes) {
-          this.rows.push({ y, height: ROW, role, lane });
-          y += ROW;
-        }
-      }
+      add({ height: GROUP, role, lanes, heading: true, collapsed });
+      if (collapsed) add({ height: STACK, role, lanes, collapsed });
+      else for (const lane of lanes) add({ height: ROW, role, lane });
     }
     this.height = y + AXIS;
   }
@@ -173,11 +170,8 @@ export class Lanes extends Chart {
   }
 
   drawLane(g, { y, lane }, facts) {
-    writeText(g, visible(lane.id), NAMES - 6, y + ROW / 2, {
-      align: "right",
-      width: NAMES - 8,
-      colour: lane.trouble ? "bad" : "mute",
-    });
+    const colour = lane.trouble ? "bad" : "mute";
+    writeText(g, visible(lane.id), NAMES - 6, y + ROW / 2, { align: "right", width: NAMES - 8, colour });
     const list = this.segments.of(lane.lane);
     let [drawn, last] = [-1, ""];
     for (let place = this.segments.firstAfter(lane.lane, this.begin); place < list.length; place++) {
@@ -192,17 +186,12 @@ export class Lanes extends Chart {
     }
     g.globalAlpha = 1;
     if (facts == null) return;
-    const words = [
-      lane.version == null ? "" : `v${lane.version}`,
-      lane.tokens_per_second ? `${num(lane.tokens_per_second)} tok/s` : lane.phase,
-    ];
-    if (lane.restarts) words.push(`↻ ${lane.restarts}`);
-    if (lane.trouble) words.splice(1, 1, "△ trouble");
-    else if (lane.silent_s > SILENT_S) words.splice(1, 1, `silent ${duration(lane.silent_s)}`);
-    writeText(g, visible(words.filter(Boolean).join("  ")), facts + 10, y + ROW / 2, {
-      colour: lane.trouble ? "bad" : "mute",
-      width: FACTS - 8,
-    });
+    const silent = lane.silent_s > SILENT_S && `silent ${duration(lane.silent_s)}`;
+    const pace = lane.tokens_per_second ? `${num(lane.tokens_per_second)} tok/s` : lane.phase;
+    const state = lane.trouble ? "△ trouble" : silent || pace;
+    const words = [lane.version != null && `v${lane.version}`, state, lane.restarts > 0 && `↻ ${lane.restarts}`];
+    const text = visible(words.filter(Boolean).join("  "));
+    writeText(g, text, facts + 10, y + ROW / 2, { colour, width: FACTS - 8 });
   }
 
   /** Working is solid, lighter for every other version; the rest by pattern, so that a hue alone decides nothing. */
@@ -215,13 +204,8 @@ export class Lanes extends Chart {
   drawStack(g, row) {
     const bins = Math.max(1, Math.floor((this.right - NAMES) / 3));
     const end = Math.min(this.end, this.now);
-    const sums = phaseShares(
-      this.segments,
-      row.lanes.map((lane) => lane.lane),
-      this.begin,
-      end,
-      bins,
-    );
+    const names = row.lanes.map((lane) => lane.lane);
+    const sums = phaseShares(this.segments, names, this.begin, end, bins);
     const whole = (this.span / bins) * row.lanes.length;
     for (let bin = 0; bin < bins; bin++) {
       let y = row.y + STACK - 4;
@@ -235,10 +219,8 @@ export class Lanes extends Chart {
     }
     g.globalAlpha = 1;
     const troubled = row.lanes.filter((lane) => lane.trouble || lane.phase === "down").length;
-    writeText(g, troubled ? `△ ${troubled} in trouble` : "share of time", NAMES - 6, row.y + STACK / 2, {
-      align: "right",
-      colour: troubled ? "bad" : "mute",
-    });
+    const [text, colour] = troubled ? [`△ ${troubled} in trouble`, "bad"] : ["share of time", "mute"];
+    writeText(g, text, NAMES - 6, row.y + STACK / 2, { align: "right", colour });
   }
 
   drawPushes(g) {
@@ -262,27 +244,17 @@ export class Lanes extends Chart {
     if (!row || x > this.right) return { row };
     const time = this.timeAt(x);
     const push = this.pushes.find((item) => Math.abs(this.x(item.time_s) - x) < 3);
-    const segment =
-      row.lane &&
-      this.segments.of(row.lane.lane).find((item) => item.begin_s <= time && time <= (item.end_s ?? this.now));
+    const there = (item) => item.begin_s <= time && time <= (item.end_s ?? this.now);
+    const segment = row.lane && this.segments.of(row.lane.lane).find(there);
     return { row, segment, push: y < GROUP || !segment ? push : null };
   }
 
   hover(x, y) {
     this.place = x == null ? null : [x, y];
     const { row, segment, push } = this.place ? this.find(x, y) : {};
-    let words = "";
-    if (push) {
-      const time = `${duration(push.seconds)}, stall ${duration(push.stall_seconds)}`;
-      words = `push of v${push.version} · ${time} · ${bytes(push.bytes)} · ${count(push.engines)} engines`;
-    } else if (segment) {
-      const time = duration((segment.end_s ?? this.now) - segment.begin_s);
-      words = [segment.lane, segment.phase, segment.words, time, `since ${clock(segment.begin_s)}`]
-        .filter(Boolean)
-        .join(" · ");
-      if (segment.version != null) words += ` · v${segment.version}`;
-    } else if (row?.lane?.trouble) words = `${row.lane.lane}: ${row.lane.trouble}`;
-    this.say(words);
+    if (push) this.say(pushWords(push));
+    else if (segment) this.say(segmentWords(segment, this.now));
+    else this.say(row?.lane?.trouble ? `${row.lane.lane}: ${row.lane.trouble}` : "");
   }
 
   pick(x, y) {
@@ -300,14 +272,20 @@ export class Lanes extends Chart {
   }
 
   words() {
-    const rows = this.lanes.map((lane) => [
-      lane.lane,
-      lane.phase,
-      lane.version == null ? "—" : `v${lane.version}`,
-      lane.trouble || "none",
-    ]);
+    const version = (lane) => (lane.version == null ? "—" : `v${lane.version}`);
+    const rows = this.lanes.map((lane) => [lane.lane, lane.phase, version(lane), lane.trouble || "none"]);
     return { head: ["process", "phase", "version", "trouble"], rows, summary: `${rows.length} processes` };
   }
+}
+
+function pushWords({ version, seconds, stall_seconds: stall, bytes: size, engines }) {
+  const time = `${duration(seconds)}, stall ${duration(stall)}`;
+  return `push of v${version} · ${time} · ${bytes(size)} · ${count(engines)} engines`;
+}
+
+function segmentWords({ lane, phase, words, version, begin_s: begin, end_s: end }, now) {
+  const time = [duration((end ?? now) - begin), `since ${clock(begin)}`];
+  return joinWords(lane, phase, words, ...time, version != null && `v${version}`);
 }
 
 function grouped(lanes) {

@@ -1,28 +1,23 @@
 // Curves of every metric with their healthy ranges, runs over each other, and the lag of the trained tokens.
 
-import { addPoint, chooseNames, inUnit, judge, link, samplesLink } from "./format.js";
+import { addPoint, chooseNames, inUnit, joinWords, judge, link, samplesLink } from "./format.js";
 import { button, choice, el, empty, panel } from "./dom.js";
 import { HeatMap } from "./charts.js";
 import { Curves } from "./curves.js";
 
+const TRAIN = "train/entropy train/grad_norm train/kl_reference train/ppo_clip_fraction train/sft_loss";
+const PACE = "train/tokens_per_second train/wait_share train/step_seconds train/mfu";
 const SHOWN = {
   reward: "data/reward_mean train/reward_std data/reward/* eval/* train/zero_variance_group_share",
-  policy:
-    "train/entropy train/grad_norm train/kl_reference train/ppo_clip_fraction train/sft_loss critic/explained_variance",
+  policy: `${TRAIN} critic/explained_variance`,
   "off-policy": "offpolicy/lag_mean offpolicy/k3 offpolicy/ess offpolicy/weight_mean offpolicy/rejected_tokens",
   numerics: "offpolicy/fresh_logprob_diff_abs offpolicy/fresh_k3 offpolicy/pearson train/skipped_minibatches",
-  data:
-    "train/response_length_mean train/truncated_share train/tokens_per_second train/wait_share train/step_seconds " +
-    "train/mfu",
+  data: `train/response_length_mean train/truncated_share ${PACE}`,
 };
 const MOST_FOUND = 48; // tiles of a search
 const AT_ONCE = 60; // names in one request
 const SEARCH_MS = 200; // from the last key to the search
-const RUN_STYLES = [
-  ["prob", [6, 3]],
-  ["ok", [2, 3]],
-  ["mute", [8, 3, 2, 3]],
-];
+const RUN_DASHES = { prob: [6, 3], ok: [2, 3], mute: [8, 3, 2, 3] };
 const SMOOTHING = { raw: 0, smooth: 0.8, smoother: 0.95 };
 
 /** Names that a search finds: words that all occur, or a regular expression. */
@@ -62,8 +57,7 @@ class Tile {
     const { name, group, meaning, unit, healthy, healthy_words } = metric;
     this.root = panel(name, { tools: [this.status, this.newest] });
     this.root.classList.add("tile");
-    const words = [meaning, unit, healthy_words && `healthy: ${healthy_words}`];
-    this.root.querySelector("h2").title = words.filter(Boolean).join(" · ");
+    this.root.querySelector("h2").title = joinWords(meaning, unit, healthy_words && `healthy: ${healthy_words}`);
     this.line = { name: "this run", hue: group === "reward" || name.includes("reward") ? "reward" : "version" };
     const pick = (step) => page.go(link("batch", step));
     this.chart = new Curves(this.root, { label: name, band: healthy, pick });
@@ -84,9 +78,10 @@ class Tile {
 
   draw() {
     const factor = SMOOTHING[this.page.smoothing];
+    const hues = Object.keys(RUN_DASHES);
     const others = this.others.map(([name, points], place) => {
-      const [hue, dash] = RUN_STYLES[place % RUN_STYLES.length];
-      return { name, hue, dash, points: smooth(points, factor) };
+      const hue = hues[place % hues.length];
+      return { name, hue, dash: RUN_DASHES[hue], points: smooth(points, factor) };
     });
     this.chart.log = this.page.log;
     this.chart.set([{ ...this.line, points: smooth(this.points, factor) }, ...others]);
@@ -130,17 +125,10 @@ class LearningView {
     const placeholder = "search any metric: words or a regular expression";
     this.search = el("input", { type: "search", "aria-label": "search metrics", placeholder, value: query.q });
     this.lag = lagMap(lags, go);
-    this.root.append(
-      el(
-        "div.bar",
-        this.search,
-        choice(Object.keys(SMOOTHING), "raw", (name) => this.redraw({ smoothing: name }), "smoothing"),
-        choice(["linear", "log"], "linear", (name) => this.redraw({ log: name === "log" }), "scale"),
-        (this.runs = el("span.chips")),
-      ),
-      this.curves,
-      this.lag.host,
-    );
+    this.runs = el("span.chips");
+    const smoothings = choice(Object.keys(SMOOTHING), "raw", (smoothing) => this.redraw({ smoothing }), "smoothing");
+    const scales = choice(["linear", "log"], "linear", (name) => this.redraw({ log: name === "log" }), "scale");
+    this.root.append(el("div.bar", this.search, smoothings, scales, this.runs), this.curves, this.lag.host);
     this.search.addEventListener("input", () => {
       clearTimeout(this.timer);
       this.timer = setTimeout(() => this.changed(), SEARCH_MS);
@@ -159,11 +147,6 @@ class LearningView {
       this.changed();
     });
     return el("label.chip", box, ` ${name}`);
-  }
-
-  /** Switches of the other runs: the bus is asked for their names, which no curve waits for. */
-  addRuns(runs) {
-    this.runs.append(...runs.filter((run) => !run.this).map((run) => this.runSwitch(run.name)));
   }
 
   changed() {
@@ -186,16 +169,9 @@ class LearningView {
     const byName = new Map(this.metrics.map((metric) => [metric.name, metric]));
     const groups = this.groups().filter(([, names]) => searched || names.length);
     this.tiles = new Map(groups.flatMap(([, names]) => names).map((name) => [name, new Tile(byName.get(name), this)]));
-    const sections = groups.map(([group, names]) =>
-      el(
-        "section.group",
-        el("h3", group),
-        el(
-          "div.tiles",
-          names.map((name) => this.tiles.get(name).root),
-        ),
-      ),
-    );
+    const tiles = (names) => names.map((name) => this.tiles.get(name).root);
+    const section = ([group, names]) => el("section.group", el("h3", group), el("div.tiles", tiles(names)));
+    const sections = groups.map(section);
     const all = button(`all ${this.metrics.length} metrics`, () => ((this.search.value = "."), this.show()));
     if (!this.metrics.length) sections.splice(0, Infinity, empty("Curves come with the first trained step."));
     else if (!searched) sections.push(el("p", all));
@@ -238,10 +214,9 @@ export async function learningPage(context) {
     query.q ? null : source.get("series", { names }).catch(() => null),
   ]);
   const page = new LearningView(context, { metrics, lags, series });
-  source.get("runs").then(
-    ({ runs }) => page.addRuns(runs),
-    () => null,
-  );
+  // Switches of the other runs: the bus is asked for their names, which no curve waits for.
+  const add = ({ runs }) => page.runs.append(...runs.filter((run) => !run.this).map((run) => page.runSwitch(run.name)));
+  source.get("runs").then(add, () => null);
   await page.show();
   return page;
 }

@@ -1,6 +1,6 @@
 // The first page: is it learning, is it healthy, what limits it.
 
-import { addPoint, clock, count, duration, inUnit, link, num, percent } from "./format.js";
+import { addPoint, clock, count, duration, inUnit, joinWords, link, num, percent } from "./format.js";
 import { el, empty, fact, panel, renew, table } from "./dom.js";
 import { shareBars } from "./charts.js";
 import { Curves } from "./curves.js";
@@ -28,7 +28,7 @@ function limits({ limit = {}, waits = [], cost = {}, left_s }) {
   const hours = (value) => value != null && `${num(value)} GPU-hours`;
   const money = (value) => value != null && `${cost.currency ?? ""}${num(value)}`;
   const sum = (name, parts) => {
-    const words = parts.filter(Boolean).join(" · ");
+    const words = joinWords(...parts);
     return words && el("p", el("span.mute", name), words);
   };
   const hue = (name) => (name.startsWith("waiting") ? "mute" : name === "training" ? "ok" : "version");
@@ -47,16 +47,11 @@ function limits({ limit = {}, waits = [], cost = {}, left_s }) {
 /** Alarms in the order of the server, those of now with their cure. */
 function attention(alarms) {
   if (!alarms.length) return el("p.good", "✓ nothing needs attention");
-  const line = (alarm) => {
-    const since = alarm.since_step == null ? clock(alarm.since_s) : `step ${count(alarm.since_step)}`;
-    const href = alarm.link?.startsWith("#") ? alarm.link : link("learning", "", { q: alarm.metric });
-    return el(
-      `li.${alarm.now ? alarm.level : "past"}`,
-      el("b", alarm.level === "error" ? "✕ " : "△ "),
-      el("a", { href }, alarm.sentence),
-      el("span.mute", ` ${alarm.now ? "since" : "earlier, from"} ${since}`),
-      alarm.cure && el("span.cure", alarm.cure),
-    );
+  const line = ({ now, level, sentence, cure, since_step: step, since_s: time, link: href, metric }) => {
+    const since = ` ${now ? "since" : "earlier, from"} ${step == null ? clock(time) : `step ${count(step)}`}`;
+    const page = href?.startsWith("#") ? href : link("learning", "", { q: metric });
+    const words = [el("a", { href: page }, sentence), el("span.mute", since), cure && el("span.cure", cure)];
+    return el(`li.${now ? level : "past"}`, el("b", level === "error" ? "✕ " : "△ "), words);
   };
   return el("ul.alarms", alarms.map(line));
 }
@@ -66,9 +61,8 @@ function evaluationLines(evaluations) {
   return sets.map((set, place) => {
     const items = evaluations.filter((item) => item.set === set).sort((a, b) => a.step - b.step);
     const points = items.map((item) => [item.step, item.mean]);
-    const area = items
-      .filter((item) => item.low != null && item.high != null)
-      .map((item) => [item.step, item.low, item.high]);
+    const bounded = items.filter((item) => item.low != null && item.high != null);
+    const area = bounded.map((item) => [item.step, item.low, item.high]);
     return { name: set, hue: EVAL_HUES[place % EVAL_HUES.length], points, area, dots: true };
   });
 }

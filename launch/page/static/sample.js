@@ -1,7 +1,7 @@
 // One sample: conversation, tokens with overlays, its place in the ledger, timings, its group.
 
-import { clock, count, duration, link, num, percent, samplesLink, shade, tokenRange, versions } from "./format.js";
-import { button, choice, el, empty, panel, table } from "./dom.js";
+import { clock, count, duration, joinWords, link, num, percent, shade, tokenRange, versions } from "./format.js";
+import { button, choice, el, empty, panel, sampleLink, tableOf, taskLink, textBlock } from "./dom.js";
 
 const NEXT_TOKENS = 2_000;
 const ROLES = ["system", "user", "assistant", "tool", "prompt", "response"];
@@ -30,16 +30,14 @@ export function overlayValue(tokens, overlay, place) {
 function title(tokens, place) {
   const { logprob, version, mask } = tokens;
   const recorded = Object.keys(RECORDED).filter((name) => tokens[name]?.[place] != null);
-  return [
+  return joinWords(
     `token ${tokens.from + place}`,
     `id ${tokens.id[place]}`,
     logprob[place] != null && `p ${num(Math.exp(logprob[place]))} · log-prob ${num(logprob[place])}`,
     version[place] != null && `v${version[place]}`,
     mask[place] === 0 && "masked",
     ...recorded.map((name) => `${RECORDED[name]} ${num(tokens[name][place])}`),
-  ]
-    .filter(Boolean)
-    .join(" · ");
+  );
 }
 
 class Tokens {
@@ -58,13 +56,9 @@ class Tokens {
     const recorded = names.filter((name) => this.tokens[OVERLAYS[name].column]?.length);
     const absent = names.filter((name) => !recorded.includes(name)).join(", ");
     const overlays = choice(recorded, this.overlay, (name) => this.paint(name), "overlay");
-    this.root = panel(
-      "Tokens",
-      { note: "select some: the address quotes them" },
-      el("div.bar", overlays, this.note),
-      [this.text, this.readout, this.more],
-      absent && el("p.mute", `${absent}: ${NOT_RECORDED}`),
-    );
+    const body = [el("div.bar", overlays, this.note), this.text, this.readout, this.more];
+    const note = "select some: the address quotes them";
+    this.root = panel("Tokens", { note }, body, absent && el("p.mute", `${absent}: ${NOT_RECORDED}`));
     for (const name of ["pointerover", "focusin"]) this.text.addEventListener(name, over);
     for (const name of ["pointerup", "keyup"]) this.text.addEventListener(name, () => this.quote());
     this.text.addEventListener("keydown", (event) => {
@@ -140,7 +134,7 @@ class Tokens {
 
 /** A part of the conversation; what the server has cut comes by "show next". */
 function textPart(source, seq, { text, cut, field }) {
-  const shown = el("pre", { dir: "auto" }, text || "∅ empty");
+  const shown = textBlock(text);
   if (!cut) return shown;
   let from = text.length;
   const next = button("", async () => {
@@ -159,7 +153,7 @@ function textPart(source, seq, { text, cut, field }) {
 
 function turn(source, seq, message, folded) {
   const role = ROLES.includes(message.role) ? message.role : "other";
-  const part = (kind, name, text) => text && el(`div.field.${kind}`, el("b", name), el("pre", { dir: "auto" }, text));
+  const part = (kind, name, text) => text && el(`div.field.${kind}`, el("b", name), textBlock(text));
   const fields = part(message.fields?.includes("tool_calls") ? "call" : "plain", "fields", message.fields);
   const reasoning = part("reasoning", "reasoning", message.reasoning);
   const body = el("div", reasoning, textPart(source, seq, message), fields);
@@ -202,20 +196,19 @@ async function ownRendering(sample) {
 }
 
 function tokenTable(tokens) {
+  const { id, text, logprob, version, from, total } = tokens;
   const recorded = Object.keys(RECORDED).filter((name) => tokens[name]?.length);
-  const names = recorded.map((name) => RECORDED[name]);
-  const head = ["place", "id", "token", "probability", "log-prob", "version", ...names];
-  const row = (token, place) => [
-    String(tokens.from + place),
-    String(token),
-    el("td.text", JSON.stringify(tokens.text[place])),
-    num(tokens.logprob[place] == null ? null : Math.exp(tokens.logprob[place])),
-    num(tokens.logprob[place]),
-    tokens.version[place] == null ? "—" : `v${tokens.version[place]}`,
-    ...recorded.map((name) => num(tokens[name][place])),
-  ];
-  const note = tokens.total > MOST_TOKEN_ROWS && `the first ${MOST_TOKEN_ROWS}`;
-  const lines = table(head, tokens.id.slice(0, MOST_TOKEN_ROWS).map(row), { caption: "Tokens" });
+  const columns = {
+    place: (place) => String(from + place),
+    id: (place) => String(id[place]),
+    token: (place) => el("td.text", JSON.stringify(text[place])),
+    probability: (place) => num(logprob[place] == null ? null : Math.exp(logprob[place])),
+    "log-prob": (place) => num(logprob[place]),
+    version: (place) => (version[place] == null ? "—" : `v${version[place]}`),
+  };
+  for (const name of recorded) columns[RECORDED[name]] = (place) => num(tokens[name][place]);
+  const note = total > MOST_TOKEN_ROWS && `the first ${MOST_TOKEN_ROWS}`;
+  const lines = tableOf(columns, [...id.keys()].slice(0, MOST_TOKEN_ROWS), { caption: "Tokens" });
   return panel("Token table", { note }, el("div.scroll", lines));
 }
 
@@ -228,31 +221,27 @@ function facts({ timings = {}, sampling = {}, parts = {}, label, actor, engine, 
     ...Object.entries({ label, actor, engine, attempt, metadata: metadata === "{}" ? null : metadata }),
   ];
   const known = rows.filter(([, item]) => item != null && item !== "");
-  return table(
-    ["", ""],
-    known.map(([name, item]) => [name, el("td.text", String(item))]),
-  );
+  return tableOf({ "": ([name]) => name, " ": ([, item]) => el("td.text", String(item)) }, known);
 }
 
 /** The other samples of its group. */
 function neighbours({ seq, task, group_members: members = [] }) {
-  const row = (member) => [
-    el("a", { href: link("sample", member.seq) }, `#${member.seq}`),
-    num(member.reward),
-    count(member.tokens),
-    member.status,
-  ];
-  const rows = members.filter((member) => member.seq !== seq).map(row);
-  if (!rows.length) return [];
-  const beside = el("p", el("a", { href: samplesLink(`task=${task}`) }, "side by side"));
-  return [el("h3", "Its group"), table(["sample", "reward", "tokens", "status"], rows), beside];
+  const columns = {
+    sample: (member) => sampleLink(member.seq),
+    reward: ({ reward }) => num(reward),
+    tokens: ({ tokens }) => count(tokens),
+    status: ({ status }) => status,
+  };
+  const others = members.filter((member) => member.seq !== seq);
+  const beside = el("p", taskLink(task, "side by side"));
+  return others.length ? [el("h3", "Its group"), tableOf(columns, others), beside] : [];
 }
 
 function summary(sample) {
   const { logprob = [], mask = [] } = sample.tokens ?? {};
   const known = logprob.filter((value) => value != null);
   const mean = known.reduce((sum, value) => sum + value, 0) / known.length;
-  return [
+  return joinWords(
     `task ${sample.task}.${sample.index}`,
     sample.kind,
     versions(sample.versions),
@@ -262,9 +251,7 @@ function summary(sample) {
     `stored ${clock(sample.stored_s)}`,
     known.length > 0 && `perplexity ${num(Math.exp(-mean))}`,
     mask.includes(0) && `${percent(mask.filter(Boolean).length / mask.length)} trainable`,
-  ]
-    .filter(Boolean)
-    .join(" · ");
+  );
 }
 
 function headline({ seq, reward, fate }) {

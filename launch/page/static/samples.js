@@ -1,7 +1,7 @@
 // Samples, newest first: filter, histogram, list, preview, a group side by side, and prompts that teach nothing.
 
 import { clock, count, link, num, oneLine, samplesLink, versions } from "./format.js";
-import { button, el, empty, failure, panel, table } from "./dom.js";
+import { button, el, empty, failure, panel, sampleLink, table, tableOf, taskLink, textBlock } from "./dom.js";
 import { histogram } from "./charts.js";
 import { filterWords } from "./source.js";
 
@@ -33,15 +33,10 @@ export function toggleWord(filter, word) {
 function groupCards({ members, prompt, label }) {
   const sorted = [...members].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
   const same = new Set(members.map((member) => member.reward)).size === 1 && members.length > 1;
-  const card = (member) => {
-    const words = `${versions(member.versions)} · ${count(member.tokens)} tokens · ${member.status}`;
-    const open = el("a", { href: link("sample", member.seq) }, `#${member.seq}`);
-    return el(
-      "article",
-      el("header", open, el("b.reward", num(member.reward)), el("span.mute", words)),
-      el("pre", { dir: "auto" }, member.response || "∅ empty"),
-      member.cut > 0 && el("small.mute", `${count(member.cut)} characters more`),
-    );
+  const card = ({ seq, reward, versions: made, tokens, status, response, cut }) => {
+    const words = `${versions(made)} · ${count(tokens)} tokens · ${status}`;
+    const header = el("header", sampleLink(seq), el("b.reward", num(reward)), el("span.mute", words));
+    return el("article", header, textBlock(response), cut > 0 && el("small.mute", `${count(cut)} characters more`));
   };
   return el(
     "div",
@@ -54,14 +49,14 @@ function groupCards({ members, prompt, label }) {
 
 /** Prompts of which no held sample has the highest reward, and those of which all have it. */
 function promptsPanel({ wrong = [], right = [] }) {
-  const row = (item) => [
-    el("a", { href: samplesLink(`task=${item.task}`) }, `task ${item.task}`),
-    count(item.count),
-    num(item.reward),
-    el("td.text", { dir: "auto" }, oneLine(item.prompt ?? "")),
-  ];
+  const columns = {
+    task: ({ task }) => taskLink(task),
+    samples: (item) => count(item.count),
+    "best reward": (item) => num(item.reward),
+    prompt: (item) => el("td.text", { dir: "auto" }, oneLine(item.prompt ?? "")),
+  };
   const half = (title, items) => {
-    const lines = table(["task", "samples", "best reward", "prompt"], items.map(row));
+    const lines = tableOf(columns, items);
     const body = items.length ? el("div.scroll", lines) : empty("None among the samples that are held.");
     return el("div.wide6", el("h3", `${title} (${count(items.length)})`), body);
   };
@@ -117,10 +112,8 @@ class SamplesView {
 
   drawChips() {
     const words = filterWords(this.filter).map(([name, value]) => `${name}=${value}`);
-    const chip = (word) => {
-      const pressed = { "aria-pressed": String(words.includes(word)) };
-      return button(word, () => this.setFilter(toggleWord(this.filter, word)), pressed);
-    };
+    const press = (word) => () => this.setFilter(toggleWord(this.filter, word));
+    const chip = (word) => button(word, press(word), { "aria-pressed": String(words.includes(word)) });
     this.chips.replaceChildren(...[...new Set([...words, ...CHIPS])].map(chip));
   }
 
@@ -182,16 +175,9 @@ class SamplesView {
     if (scroll) lines[index].scrollIntoView({ block: "nearest" });
     this.preview.classList.remove("broad");
     const open = el("a", { href: link("sample", row.seq) }, `open #${row.seq}`);
-    this.pane.replaceChildren(
-      el(
-        "p",
-        open,
-        " ",
-        button("group side by side", () => this.showGroup(row)),
-      ),
-      el("pre.prompt", { dir: "auto" }, row.prompt ?? ""),
-      el("pre", { dir: "auto" }, row.response === "" ? "∅ empty" : row.response),
-    );
+    const group = button("group side by side", () => this.showGroup(row));
+    const prompt = el("pre.prompt", { dir: "auto" }, row.prompt ?? "");
+    this.pane.replaceChildren(el("p", open, " ", group), prompt, textBlock(row.response));
   }
 
   async showGroup({ task }) {
@@ -233,10 +219,7 @@ class SamplesView {
 export async function samplesPage(context) {
   const page = new SamplesView(context);
   await page.show();
-  // Its prompts are fetched one by one, which the list does not wait for.
-  context.source.get("prompts").then(
-    (prompts) => page.addPrompts(prompts),
-    () => null,
-  );
+  const add = (prompts) => page.addPrompts(prompts);
+  context.source.get("prompts").then(add, () => null); // fetched one by one, which the list does not wait for
   return page;
 }

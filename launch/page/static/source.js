@@ -61,10 +61,9 @@ export class EmbeddedSource {
   async get(name, query = {}) {
     const exact = this.answers[path(name, query)];
     if (exact) return exact;
-    const found = { series: this.series, samples: this.samples, histogram: this.histogram, group: this.group }[
-      name
-    ]?.call(this, query);
-    if (found) return found;
+    const ways = { series: this.series, samples: this.samples, histogram: this.histogram, group: this.group };
+    const answer = ways[name]?.call(this, query);
+    if (answer) return answer;
     throw new AnswerError(404, "not in this file: open the run with tidemill dashboard to see it");
   }
 
@@ -107,9 +106,9 @@ function within(text, value) {
   if (number === undefined)
     throw new AnswerError(400, `filter: want a number, <, <=, >, >= and a number, or LOW..HIGH, got ${text}`);
   const other = Number(number);
-  return { "<": value < other, "<=": value <= other, ">": value > other, ">=": value >= other, "=": value === other }[
-    sign
-  ];
+  if (sign.startsWith("<")) return value < other || (sign === "<=" && value === other);
+  if (sign.startsWith(">")) return value > other || (sign === ">=" && value === other);
+  return value === other;
 }
 
 /** The words of a filter: `reward=<0.5 text="two words"` -> `[["reward", "<0.5"], ["text", "two words"]]`. */

@@ -158,11 +158,7 @@ def stage(
     numbers: Mapping[str, float] | None = None,
     copies: HostCopies | None = None,
 ) -> Staged:
-    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty).
-
-    With ``copies`` the state may change afterwards; without, not before it is written. ``numbers``: scalars of the
-    algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
-    """
+    """``Backend.stage``. Rank 0 writes facts and format here already."""
     policy.memory.want("a checkpoint")
     content = _content(policy, optimizer, others) | {_rng_name(): rng_state()}
     facts = _facts(step, policy, others) | {
@@ -189,19 +185,6 @@ def _staged(directory: Path, content: Content, facts: JsonObject, copies: HostCo
     return staged
 
 
-def save(
-    directory: Path,
-    *,
-    step: int,
-    policy: FsdpPolicy,
-    optimizer: FsdpOptimizer,
-    others: OtherModels = NO_OTHER_MODELS,
-    numbers: Mapping[str, float] | None = None,
-) -> None:
-    """Write the state into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    write_staged(stage(directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers))
-
-
 def load(
     directory: Path,
     *,
@@ -210,12 +193,7 @@ def load(
     others: OtherModels = NO_OTHER_MODELS,
     files: CheckpointFiles | None = None,
 ) -> tuple[int, dict[str, float]]:
-    """Load the state of ``directory``, which may have been saved by another number of ranks.
-
-    With ``files``, which may be on other nodes, the directory needs only the index and the facts. Returns the step and
-    the numbers of the checkpoint. Raises CheckpointCorrupt for another format, missing proximal weights or a range that
-    is intact nowhere, and ConfigRefused for a checkpoint of another backend or model.
-    """
+    """``Backend.load``. Random generators are restored where as many ranks have saved."""
     refuse_other_backend(directory, KIND)
     facts = read_facts(directory)
     refuse_another_run(directory, facts, policy, optimizer, others)

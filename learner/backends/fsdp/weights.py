@@ -24,7 +24,8 @@ from tidemill.bus.system.functions import described
 from tidemill.learner.backends.fsdp.opening import encoding_of, plain_config, with_heads
 from tidemill.learner.checkpoints.decoding import decoded_files
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.layout.model_files import beside_text_in
+from tidemill.learner.layout.model_files import beside_text_in, stored_in
+from tidemill.weightstore.format.manifest import unconverted_names
 
 log = logging.getLogger(__name__)
 
@@ -135,14 +136,23 @@ class FileForm:
 
     names: frozenset[str] = frozenset()
     """Names in memory of the tensors that were loaded. Others (adapters) are in no file."""
+    kept: frozenset[str] = frozenset()
+    """Those of them that the files have, too, and that transformers would rename all the same."""
 
     @classmethod
     def of(cls, model: Any, directory: Path) -> "FileForm":
         """Return the form of the files from which a model has been read."""
+        weights = dict(named_weights(model))
+
+        def renamed(name: str) -> Collection[str]:
+            names: Collection[str] = revert_weight_conversion(model, {name: weights[name].to("meta")})
+            return names
+
         return cls(
             conversions=tuple(model._weight_conversions),
             wide=wide_names(directory),
             names=frozenset(name for name, _ in named_tensors(model)),
+            kept=unconverted_names(weights, stored_in(directory), renamed),
         )
 
     def export(
@@ -166,8 +176,8 @@ class FileForm:
         """Return tensors of the model by their names in the files, joined or divided as there."""
         # The public conversion reads this attribute, which ``from_pretrained`` sets: on the first rank alone.
         model._weight_conversions = list(self.conversions)
-        reverted: dict[str, Tensor] = revert_weight_conversion(model, whole)
-        return reverted
+        kept = {name: tensor for name, tensor in whole.items() if name in self.kept}
+        return kept | revert_weight_conversion(model, {name: whole[name] for name in whole if name not in kept})
 
     def file_names(self, model: Any, name: str) -> list[str]:
         """Return the names in the files of a parameter of the model."""

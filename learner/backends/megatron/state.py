@@ -80,16 +80,8 @@ class StagedSave(TorchDistSaveShardedStrategy):
         self.staged = stage_files(state, planner, Path(checkpoint_dir), self._copies)
 
 
-class PeerReader(CachedMetadataFileSystemReader):
-    """Torch storage reader: (file, offset, length) from the local file, or from another node."""
-
-    def __init__(self, directory: Path, files: CheckpointFiles) -> None:
-        super().__init__(directory)
-        self.fs = PeerFiles(files, directory)
-
-
 class PeerLoad(TorchDistLoadShardedStrategy):
-    """Megatron's load strategy with ``PeerReader``, which it has no parameter for."""
+    """Megatron's load strategy with files from this node or another, for which it has no parameter."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         super().__init__()
@@ -104,13 +96,12 @@ class PeerLoad(TorchDistLoadShardedStrategy):
             shapes_validation_sharded_tensors=[part for part in tensors if not part.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={part.key: part for part in tensors if part.allow_shape_mismatch},
         )
-        with warnings.catch_warnings():
+        reader = CachedMetadataFileSystemReader(Path(checkpoint_dir))
+        reader.fs = PeerFiles(self._files, Path(checkpoint_dir))
+        with warnings.catch_warnings(), corrupt_files():
             # Megatron uses this function, too: it loads in place, and ranks may have different keys.
             warnings.filterwarnings("ignore", message=".*load_state_dict.*", category=FutureWarning)
-            with corrupt_files():
-                torch_checkpoint.load_state_dict(
-                    content, PeerReader(Path(checkpoint_dir), self._files), planner=planner
-                )
+            torch_checkpoint.load_state_dict(content, reader, planner=planner)
         plain = {key: _unwrap_pyt_sharded_tensor(value) for key, value in content.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(plain, flat, names)
         _restore_dict_types(loaded, sharded_state_dict)
@@ -132,11 +123,7 @@ def stage(
     numbers: Mapping[str, float] | None = None,
     copies: HostCopies | None = None,
 ) -> Staged:
-    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty).
-
-    With ``copies`` the state may change afterwards; without, not before it is written. ``numbers``: scalars of the
-    algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
-    """
+    """``Backend.stage``. Rank 0 writes the common part here already; the strategy writes no tensors."""
     policy.memory.want("a checkpoint")
     strategy = StagedSave(copies)
     with megatron_device():
@@ -146,24 +133,10 @@ def stage(
             "optimizer": optimizer.kind,
             "numbers": dict(numbers or {}),
         }
-        # Rank 0 writes the common part here already; the strategy writes no tensors.
         with torch_reason(directory):
             dist_checkpointing.save(content, str(directory), strategy)
     assert strategy.staged is not None
     return strategy.staged
-
-
-def save(
-    directory: Path,
-    *,
-    step: int,
-    policy: MegatronPolicy,
-    optimizer: MegatronOptimizer,
-    others: OtherModels = NO_OTHER_MODELS,
-    numbers: Mapping[str, float] | None = None,
-) -> None:
-    """Write the state into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    write_staged(stage(directory, step=step, policy=policy, optimizer=optimizer, others=others, numbers=numbers))
 
 
 def load(
@@ -174,12 +147,7 @@ def load(
     others: OtherModels = NO_OTHER_MODELS,
     files: CheckpointFiles | None = None,
 ) -> tuple[int, dict[str, float]]:
-    """Load the state of ``directory``, which may have been saved by another number of ranks.
-
-    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata. Returns the step and the
-    numbers of the checkpoint. Raises CheckpointCorrupt for another format, missing proximal weights or a range that is
-    intact nowhere, and ConfigRefused for a checkpoint of another model.
-    """
+    """``Backend.load``. Random generators are restored where as many ranks have saved."""
     refuse_other_backend(directory, KIND)
     facts = load_common_state_dict(str(directory))["facts"]
     refuse_another_run(directory, facts, policy, optimizer, others)

@@ -1,6 +1,6 @@
 """The JSON Schema of the chart's values: the run's configuration by its own schema, everything else by this file.
 
-python -m tidemill.launch.deploy.kubernetes.values_schema > launch/deploy/kubernetes/chart/values.schema.json
+python -m tidemill.launch.deploy.values_schema > launch/deploy/kubernetes/chart/values.schema.json
 """
 
 import json

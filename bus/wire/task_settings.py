@@ -1,26 +1,16 @@
-"""Limits and template arguments of an episode, as part of its task. Settings use it, too, so it loads no numpy."""
+"""Names, limits and template arguments that settings and tasks share. Without numpy and pydantic: commands and keepers
+of rewards start fast.
+"""
 
 import json
+import re
 from dataclasses import dataclass
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """Limits of an episode; 0 = none."""
-
-    turns: int = 0
-    tokens: int = 0
-    """Sampled tokens."""
-    context: int = 0
-    """Tokens of one sequence."""
-    total_tokens: int = 0
-    """Tokens of all sequences, L."""
-    seconds: float = 0.0
-
-
+RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # A run's name can be part of a subject and of a stream's name
+BY_ROLLOUT = "by_rollout"  # ``actor.reward`` of a run in which every episode gets its reward from its rollout
 # Arguments of a chat template that the program sets: none is a variable in ``chat_template_args``
 OF_TEMPLATE = frozenset(
     (
@@ -35,6 +25,20 @@ OF_TEMPLATE = frozenset(
         "return_tensors",
     )
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Limits of an episode; 0 = none."""
+
+    turns: int = 0
+    tokens: int = 0
+    """Sampled tokens."""
+    context: int = 0
+    """Tokens of one sequence."""
+    total_tokens: int = 0
+    """Tokens of all sequences, L."""
+    seconds: float = 0.0
 
 
 def check_template_args(template_args: JsonMapping) -> None:

@@ -27,10 +27,8 @@ from tidemill.actors.http_api import decode
 from tidemill.bus.client.addresses import LOOPBACK, reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.http.access import Access, Route, RunAccess, TokenAccess
-from tidemill.bus.http.bodies import body_in, json_in
-from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.http.listener import Listener, body_in, json_in
+from tidemill.bus.liveness import HeartbeatPublisher, api_keys
 from tidemill.bus.system.coroutines import Waiter, ended, first_of
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status

@@ -1,1 +1,0 @@
-"""Rewards in processes of their own: the server that computes them, and the actors' choice of one."""

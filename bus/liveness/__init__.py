@@ -1,1 +1,0 @@
-"""Records that processes publish about themselves: live rows, epochs and keys."""
