@@ -32,7 +32,8 @@ EXECUTED = "CHILDREN_EXECUTED"
 """Environment variable: a forked program executes its children. For GPUs: torch refuses CUDA in a process forked after
 its start.
 """
-FORKED = ("tidemill", "tests.chaos.dying")
+READER = "tidemill.learner.feed.shard_reader"
+FORKED = ("tidemill", "tests.chaos.dying", READER)
 """Modules that are forked where a forked program starts them; others are executed."""
 
 
@@ -228,7 +229,7 @@ def _fork(
     words, childless = (f"{main.__module__}.{main.__qualname__}",), True
     if main is run_module:
         module, words = arguments
-        childless = module == "tidemill" and words[:1] and words[0] in CHILDLESS
+        childless = module == READER or (module == "tidemill" and words[:1] and words[0] in CHILDLESS)
         words = ("-m", module, *words)
     return template().fork(
         main,

@@ -56,6 +56,7 @@ PRELOADED = [
     "tidemill.launch.run.up",
     "tidemill.launch.cli.archive",
     "tidemill.learner.feed.feeder",
+    "tidemill.learner.feed.shard_reader",
     "tidemill.learner.ranks.rank",
     "tidemill.actors.actor.process",
     "tidemill.actors.serving.builtin.engine",

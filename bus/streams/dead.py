@@ -93,6 +93,23 @@ class DeadLetters:
                 if record is not None:
                     yield delivered.seq, record
 
+    async def letters(self) -> list[int]:
+        """Return the ids of the dead tasks, sorted."""
+        tasks = map(subjects.task_named, await self._jet.subjects(self._stream, subjects.dead(self._jet.run, "task")))
+        return sorted(task for task in tasks if task is not None)
+
+    async def trim_reports(self, below: int) -> None:
+        """Remove the reports of single failures of tasks with ids < ``below``."""
+        await self._trim("report", below)
+
+    async def trim_letters(self, below: int) -> None:
+        """Remove dead tasks with ids < ``below``, and the decisions on them."""
+        for kind in ("word", "task"):
+            await self._trim(kind, below)
+
+    async def _trim(self, kind: str, below: int) -> None:
+        await self._jet.purge_tasks(self._stream, lambda task: subjects.dead(self._jet.run, kind, task), below)
+
     def _read(self, delivered: Message) -> Dead | DeadLetterDecision | None:
         return self._jet.refusals.read(subjects.DEAD, delivered.seq, partial(_decode, delivered))
 

@@ -8,7 +8,7 @@ with another epoch in the header. Writer and readers pass over them.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -86,7 +86,7 @@ class FencedWriter(Generic[R]):
             self._last = (await self._jet.state(self._stream)).last_seq
             previous, self.epoch = self.epoch, epoch
             try:
-                await self._append(self._fence_subject, encode_record(Fence(epoch=epoch)))
+                await self._append(self._fence_subject, encode_record(Fence(epoch=epoch)), self._new_id())
             except BaseException:
                 self.epoch = previous
                 raise
@@ -98,25 +98,49 @@ class FencedWriter(Generic[R]):
 
     async def append(self, subject: str, payload: bytes) -> int:
         """Append a message and return its sequence. Retries for ever. Raises Fenced; WireError for one too large."""
-        assert self.epoch, f"{self._stream}: fence() comes before the first message"
-        # No try of such a message can succeed, and the client library's refusal looks like an outage.
-        if not codec.fits(payload, self._jet.connection.max_payload):
-            want = f"at most {self.max_bytes} bytes, as max_payload of the nats-server allows (raise it)"
-            raise WireError(subject, want, len(payload))
-        async with self._lock:
-            return await self._append(subject, payload)
+        return (await self.append_all([(subject, payload)]))[0]
 
-    async def _append(self, subject: str, payload: bytes) -> int:
+    async def append_all(self, messages: Sequence[tuple[str, bytes]]) -> list[int]:
+        """Append messages, each a subject and a payload, in one round trip; as ``append``. None is sent if one is too
+        large.
+        """
+        assert self.epoch, f"{self._stream}: fence() comes before the first message"
+        for subject, payload in messages:
+            # No try of such a message can succeed, and the client library's refusal looks like an outage.
+            if not codec.fits(payload, self._jet.connection.max_payload):
+                want = f"at most {self.max_bytes} bytes, as max_payload of the nats-server allows (raise it)"
+                raise WireError(subject, want, len(payload))
+        async with self._lock:
+            ready: list[tuple[str, bytes, dict[str, str]]] = []
+            for number, (subject, payload) in enumerate(messages):
+                headers = self._headers(self._new_id(), after=self._last + number)
+                if ready:  # A foreign message may have the place of the one before it, which must not be left out.
+                    headers[subjects.EXPECTED_LAST_ID] = ready[-1][2][subjects.MESSAGE_ID]
+                ready.append((subject, payload, headers))
+            acks = await self._jet.outbox.attempt_all(ready) if len(ready) > 1 else [None]
+            seqs = []
+            for (subject, payload, headers), ack in zip(ready, acks, strict=True):
+                if ack is not None:
+                    self._last = max(self._last, ack.seq)
+                seqs.append(ack.seq if ack else await self._append(subject, payload, headers[subjects.MESSAGE_ID]))
+            return seqs
+
+    def _new_id(self) -> str:
         self._count += 1
-        message_id = f"{self.epoch}.{self._nonce}.{self._count}"
+        return f"{self.epoch}.{self._nonce}.{self._count}"
+
+    def _headers(self, message_id: str, *, after: int) -> dict[str, str]:
+        return {
+            subjects.MESSAGE_ID: message_id,
+            subjects.EPOCH_HEADER: str(self.epoch),
+            subjects.EXPECTED_LAST: str(after),
+        }
+
+    async def _append(self, subject: str, payload: bytes, message_id: str) -> int:
         logged_s = time.monotonic()
         while True:
-            headers = {
-                subjects.MESSAGE_ID: message_id,
-                subjects.EPOCH_HEADER: str(self.epoch),
-                subjects.EXPECTED_LAST: str(self._last),
-            }
             try:
+                headers = self._headers(message_id, after=self._last)
                 stored = await self._jet.outbox.attempt(subject, payload, headers)
                 self._last = max(self._last, stored.seq)
                 return stored.seq

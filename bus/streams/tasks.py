@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from nats.aio.msg import Msg
@@ -152,9 +152,17 @@ class TaskQueue:
 
         Raises Fenced, and WireError for a task that is larger than a message.
         """
-        if task.epoch != self._writer.epoch:
-            raise WireError("epoch", f"the fenced epoch {self._writer.epoch}", task.epoch)
-        return await self._writer.append(subjects.task(self.jet.run, task.kind, task.rollout), encode_task(task))
+        return (await self.issue_all([task]))[0]
+
+    async def issue_all(self, tasks: Sequence[Task]) -> list[int]:
+        """Store tasks in order, in one round trip, and return their ids; as ``issue``. None if one is too large."""
+        for task in tasks:
+            if task.epoch != self._writer.epoch:
+                raise WireError("epoch", f"the fenced epoch {self._writer.epoch}", task.epoch)
+        run = self.jet.run
+        return await self._writer.append_all(
+            [(subjects.task(run, task.kind, task.rollout), encode_task(task)) for task in tasks]
+        )
 
     async def scan(self, start: int = 1) -> AsyncIterator[Task]:
         """Yield every valid task from id ``start`` to the present end, in order."""

@@ -347,7 +347,7 @@ class PlanMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRow:
-    """Summary of the records that were removed from the beginning of PLAN, without which an audit would not balance."""
+    """Summary of removed records of PLAN, and of removed dead letters, without which an audit would not balance."""
 
     removed: PlanMark | None = None
     """Records up to this place are removed, or just about to be; None = none are."""
@@ -358,7 +358,14 @@ class HistoryRow:
     """Samples by drop reason."""
     given_up: dict[Text, Natural] = field(default_factory=dict)
     """Tasks by reason."""
+    trained_tasks: Natural = 0
+    skipped: Natural = 0
+    """Minibatches with a loss or gradients that were not finite."""
     max_lag: Natural = 0
+    letters: Natural = 0
+    """Number of dead letters that are removed, or just about to be."""
+    letters_to: Natural = 0
+    """Task up to which they are."""
 
 
 def row_of(kind: type[R], value: JsonObject) -> R:

@@ -23,6 +23,7 @@ CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
 EPOCH_KEY = "epoch"  # Row of the bucket ``run``: ``{"epoch": n}``
 FLOOR_KEY = "task_floor"  # Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled
 END_KEY = "end"  # Row of the bucket ``run``: the end of the run, ``tidemill.bus.wire.rows.EndRow``
+NODE_KEY = "node"  # Rows ``node.<R>`` of the bucket ``run``: ``tidemill.bus.wire.rows.NodeRow``
 HISTORY_KEY = "history"  # Row of the bucket ``run``: ``tidemill.bus.wire.rows.HistoryRow``
 BEST_KEY = "best"  # Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint
 # Rows ``settings.<epoch>`` of the bucket ``run``: ``tidemill.learner.settings.step_settings``
@@ -33,6 +34,7 @@ REFUSED_KEY = "refused"  # Rows ``refused.<actor>`` of the bucket ``run``: ``tid
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"
+EXPECTED_LAST_ID = "Nats-Expected-Last-Msg-Id"
 EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 EPOCH_HEADER = "Tm-Epoch"
 
@@ -200,8 +202,9 @@ def trained(run: str, step: int | str = "*", rank: int | str = "*") -> str:
 
 
 def task_named(subject: str) -> int | None:
-    """Return the id of the task that a subject of PARTIALS or TURNS names; None when it names none."""
-    return natural(subject.split(".")[3])
+    """Return the id of the task that a subject of PARTIALS, TURNS or DEAD names; None when it names none."""
+    parts = subject.split(".")
+    return natural(parts[4 if parts[2] == "dead" else 3])
 
 
 def natural(text: str) -> int | None:

@@ -123,30 +123,35 @@ def _run_node(args: argparse.Namespace, place: "NodePlace", launched: "Launched 
     if place.nodes != config.learner.nodes:
         args.set.append(f"learner.nodes={place.nodes}")  # for the ranks, too
         config = loaded_config(args).config
-    if not args.checked:
-        loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
-        try:
-            check_loaded(args, loaded, starts_workers=False, resumes=True)
-        except ValueError as refused:
-            _record_refusal(args, config, refused, leads=place.rank == 0)
-            raise
-    config = with_iteration(args, loaded_config(args)).config
     from tidemill.launch.deploy import rank_parents
     from tidemill.launch.run import learner_process, process, run_end
 
+    address = bus_address(args, config, learner_user(config)) if args.bus or config.bus.url else ""
+    end = run_end.LearnerEnd(config, address, leads=place.rank == 0)
+    if address:
+        end.begin()
+    if not args.checked:
+        try:
+            loaded = with_commits_of_run(args, loaded_config(args), leads=place.rank == 0)
+            check_loaded(args, loaded, starts_workers=False, resumes=True)
+        except ValueError as refused:
+            if address:  # workers of its run need not wait
+                asyncio.run(end.record_failure(refused, wait_s=run_end.REFUSED_S))
+            raise
+    config = with_iteration(args, loaded_config(args)).config
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
     address, words = bus_address(args, config, learner_user(config)), children_arguments(args)
-    end = run_end.LearnerEnd(config, address, leads=place.rank == 0)
 
     async def work(draining: asyncio.Event, starts: learner_process.RankStarts) -> None:
         async with end.noted(draining):
             if place.nodes == 1:
-                await learner_process.run_learner(config, address, args.id, words, draining, starts=starts)
+                run = learner_process.run_learner
+                await run(config, address, args.id, words, draining, starts=starts, on_live=end.lives)
                 return
             from tidemill.launch.run import learner_nodes
 
             node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
-            await learner_nodes.run_agent(config, address, node, words, draining, starts=starts)
+            await learner_nodes.run_agent(config, address, node, words, draining, starts=starts, on_live=end.lives)
 
     def code() -> int:
         return args.drained_code if end.drained else DONE
@@ -160,16 +165,6 @@ def _run_node(args: argparse.Namespace, place: "NodePlace", launched: "Launched 
 
     ended = process.run(with_probes(args, body), drain_s=config.up.drain_s + 5, uvloop=False)
     return code() if ended == DONE else ended
-
-
-def _record_refusal(args: argparse.Namespace, config: RunConfig, refused: ValueError, *, leads: bool) -> None:
-    """Record that a learner was refused before it connected, if its bus is there: workers of its run need not wait."""
-    if not (args.bus or config.bus.url):
-        return
-    from tidemill.launch.run.run_end import REFUSED_S, LearnerEnd
-
-    end = LearnerEnd(config, bus_address(args, config, learner_user(config)), leads=leads)
-    asyncio.run(end.record_failure(refused, wait_s=REFUSED_S))
 
 
 def _run_parent(args: argparse.Namespace, config: RunConfig, place: "Launched") -> int:

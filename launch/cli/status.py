@@ -29,6 +29,7 @@ from tidemill.launch.run.run_facts import Pace
 from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS
+from tidemill.learner.feed.history import read_history
 
 _FULL_READ_S = 10.0  # Seconds for the reads while the bus stores nothing
 _MOST_NAMES = 6  # Largest number of fields, and of actors, of invalid samples that are named
@@ -77,7 +78,8 @@ async def read_status(bus: Bus) -> JsonObject:
     plans, run_rows = await _read_plans(bus), bus.rows("run")
     metrics = plans.newest.metrics if plans.newest is not None else {}
     feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})
-    issued, alive = await _issued(bus, plans.tasks), [row for row, age in rows if not age]
+    issued, alive = plans.removed_tasks + await _issued(bus, plans.tasks), [row for row, age in rows if not age]
+    settled = plans.removed_tasks + len(plans.tasks)
     steps = steps_of((await run_rows.read("config"))[0])
     return {
         "run": bus.run,
@@ -98,8 +100,8 @@ async def read_status(bus: Bus) -> JsonObject:
         "head": head if head and "version" in head else None,
         "tasks": {
             "issued": issued,
-            "settled": len(plans.tasks),
-            "open": issued - len(plans.tasks),
+            "settled": settled,
+            "open": issued - settled,
             "waiting": waiting,
             "leased": leased,
             "last_id": await bus.tasks.last_id(),
@@ -185,6 +187,7 @@ class _Plans:
     planned: int = 0
     newest: Done | None = None
     tasks: set[int] = field(default_factory=set)  # Settled tasks: trained or given up
+    removed_tasks: int = 0  # Number of settled tasks whose records are removed
     trained: int = 0  # Number of trained samples
     # Number of samples given up with their tasks, by reason; FAILED ones are in no record.
     dropped: Counter[str] = field(default_factory=Counter)
@@ -197,8 +200,18 @@ class _Plans:
 
 
 async def _read_plans(bus: Bus) -> _Plans:
-    plans = _Plans()
-    async for _, stored_s, record in bus.plans.stamped(follow=False):
+    history = await read_history(bus)
+    removed_to = 0 if history.removed is None else history.removed.seq
+    plans = _Plans(
+        removed_tasks=history.trained_tasks + sum(history.given_up.values()),
+        trained=history.trained,
+        dropped=Counter(history.dropped),
+        given_up=Counter(history.given_up),
+        skipped={0: history.skipped},
+    )
+    async for seq, stored_s, record in bus.plans.stamped(follow=False):
+        if seq <= removed_to and not isinstance(record, Evaluated):
+            continue  # counted in the history, and about to be removed
         if isinstance(record, Plan):
             plans.planned = record.step
             plans.tasks.update(record.tasks.tolist())
@@ -263,7 +276,7 @@ def episodes_in_words(metrics: Mapping[str, float]) -> str:
 
 
 async def _issued(bus: Bus, settled: set[int]) -> int:
-    """Return the number of training tasks ever issued: in the stream, or settled and trimmed from it."""
+    """Return the number of training tasks issued: in the stream, or settled by a record and trimmed from it."""
     stream = subjects.stream(bus.run, subjects.TASKS)
     counts = {
         name: count

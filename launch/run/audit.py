@@ -147,6 +147,7 @@ class _Audit:
         )
         # Samples that were settled by records that are gone
         self._removed = _cursor_at(history.removed)
+        self._letters_to = history.letters_to  # Dead letters of tasks up to here are removed
         self.outcomes: list[Done] = []
         self._plans: dict[int, Plan] = {}
         self._step_of_seq: dict[int, int] = {}
@@ -369,7 +370,7 @@ class _Audit:
     def _short(self, task: int) -> bool:
         """Return whether a dead task was trained with fewer samples than its size (``learner.min_group_size``)."""
         size = self._sizes.get(task, 0)
-        return task in self.dead and size < self._asked.get(task, size)
+        return (task in self.dead or task <= self._letters_to) and size < self._asked.get(task, size)
 
     def _is_planned(self, place: Place, planned: Place) -> bool:
         """Return whether a sample fits its place in the plan. A plan has no indexes, and a short group has gaps."""

@@ -35,6 +35,7 @@ from tidemill.launch.run.learner_process import (
     LearnerRow,
     NodePlace,
     RankStarts,
+    call_live,
     capabilities_of,
     publishing,
     uploading,
@@ -79,8 +80,12 @@ async def run_agent(
     draining: asyncio.Event,
     *,
     starts: RankStarts = HERE,
+    on_live: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run this node's part of the learner until drained. The leader publishes the configuration."""
+    """Run this node's part of the learner until drained. The leader publishes the configuration.
+
+    ``on_live`` is called when its live row is stored.
+    """
     place = node_arguments.place
     addresses = await asyncio.to_thread(_addresses, bus_url, node_arguments, config)
     node = await asyncio.to_thread(this_node, os.environ) if starts.node is None else starts.node
@@ -106,6 +111,7 @@ async def run_agent(
         used = capabilities_of(devices[: config.learner.num_ranks // row.nodes])
         live = LiveRow(role="learner", id=name, host=row.host, pid=row.pid, phase="waiting", capabilities=used)
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
+        await stack.enter_async_context(beside(call_live(heartbeat, on_live)))
         shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()))

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -78,11 +78,12 @@ async def run_learner(
     draining: asyncio.Event,
     *,
     starts: RankStarts = HERE,
+    on_live: Callable[[], None] = lambda: None,
 ) -> None:
     """Run feeder and ranks; publish the run's configuration, for actors with only the bus's address, and a live row.
 
-    The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises
-    DeviceError.
+    The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row.
+    ``on_live`` is called when the row is stored. Raises DeviceError.
     """
     from tidemill.actors.engines.address_checks import AddressChecker
     from tidemill.learner.ranks.process import run_learner
@@ -103,7 +104,7 @@ async def run_learner(
         async with (
             publishing(bus, config),
             heartbeat,
-            beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()),
+            beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run(), call_live(heartbeat, on_live)),
             uploading(bus, config),
         ):
             await run_learner(
@@ -116,6 +117,12 @@ async def run_learner(
                 on_sigterm=shown.rank_drains,
                 start_rank=starts.start,
             )
+
+
+async def call_live(heartbeat: HeartbeatPublisher, on_live: Callable[[], None]) -> None:
+    """Call ``on_live`` once the row of a learner is stored."""
+    await heartbeat.stored()
+    on_live()
 
 
 @asynccontextmanager

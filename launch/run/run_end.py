@@ -6,6 +6,9 @@ The feeder writes the row of a run that is done (``learner/feed/outcomes.py``).
 import asyncio
 import dataclasses
 import logging
+import os
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
@@ -13,12 +16,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from tidemill.bus import exit_codes
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable, NotFound
-from tidemill.bus.liveness import processes
-from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.liveness import HeartbeatPublisher, processes
+from tidemill.bus.streams.bus import Bus, connect, current_epoch
 from tidemill.bus.system.coroutines import beside, first_error
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.rows import MAX_TEXT, EndRow, Outcome, row_of
-from tidemill.bus.wire.subjects import END_KEY, EPOCH_KEY
+from tidemill.bus.wire.rows import MAX_TEXT, EndRow, LiveRow, Outcome, row_of
+from tidemill.bus.wire.subjects import END_KEY, NODE_KEY
 from tidemill.launch.run.workers import LONG_WAIT_S, found_run
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
@@ -42,14 +45,44 @@ async def end_of(bus: Bus) -> EndRow | None:
 
 
 async def wait_ended(bus: Bus) -> EndRow:
-    """Return the end of the run once it has ended, however long that takes. Raises BusUnavailable for a closed bus."""
+    """Return the end of the run once it has ended, however long that takes. Raises BusUnavailable for a closed bus.
+
+    The failure of a learner is no end while another one starts or works: that one removes the row.
+    """
     while True:
         try:
             async for row in bus.rows("run").watch(END_KEY, LOOK_EVERY_S):
-                if row is not None:
-                    return row_of(EndRow, row[0])
+                if row is not None and await _counts(bus, end := row_of(EndRow, row[0])):
+                    return end
         except NotFound:
             await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _counts(bus: Bus, end: EndRow) -> bool:
+    """Return whether the run has ended by a row, once that is certain; False for a row that is gone."""
+    while end.outcome is Outcome.FAILED:
+        others = await bus.retry(lambda: learners(bus))
+        if not others:
+            break
+        if await _removed(bus, end, LOOK_EVERY_S):
+            return False
+    return True
+
+
+async def learners(bus: Bus) -> list[LiveRow]:
+    """Return the live rows of learners that start or work. Raises BusUnavailable.
+
+    Not of feeders that a later start has replaced, nor of nodes that wait for the leader of their learner.
+    """
+    newest, nodes = await current_epoch(bus), (await bus.rows("run").all(NODE_KEY)).values()
+    followers = {(node.get("host"), node.get("pid")) for node, _ in nodes if node.get("node")}
+    return [
+        row
+        for row, age_s in await processes(bus)
+        if not age_s
+        and ((row.role == "feeder" and row.epoch >= newest) or row.role == "learner")
+        and (row.host, row.pid) not in followers
+    ]
 
 
 async def new_end(bus: Bus, *, resume_s: float = RESUME_S) -> EndRow:
@@ -118,13 +151,67 @@ async def _drain_at_end(
         draining.set()
 
 
+class LearnerStart:
+    """The live row of a learner that starts, kept by a thread: its checks may take minutes, and hold no loop."""
+
+    def __init__(self, config: RunConfig, bus_url: str) -> None:
+        self._config, self._bus_url = config, bus_url
+        self._shown, self._over = threading.Event(), asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="start of the learner", daemon=True)
+
+    def begin(self) -> None:
+        """Show the row; wait until it is stored, for ``REFUSED_S`` at most."""
+        self._thread.start()
+        self._shown.wait(REFUSED_S)
+
+    def end(self) -> None:
+        """Remove the row."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # closed: there was no bus, or no run on it
+                self._loop.call_soon_threadsafe(self._over.set)
+
+    def join(self) -> None:
+        """Remove the row, and wait until it is gone, for ``REFUSED_S`` at most."""
+        self.end()
+        if self._thread.is_alive():
+            self._thread.join(REFUSED_S)
+
+    def _run(self) -> None:
+        with suppress(BusError):
+            asyncio.run(self._show())
+        self._shown.set()
+
+    async def _show(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        config = self._config
+        # One key for all starts, so that none that is killed leaves a row for ever; each writes its own row again.
+        row = LiveRow(role="learner", id="start", host=socket.gethostname(), pid=os.getpid(), phase="starting")
+        async with connect(self._bus_url, config.run, config.bus, name="learner", wait_s=REFUSED_S) as bus:
+            await current_epoch(bus)  # raises NotFound where there is no such run yet
+            async with HeartbeatPublisher(bus, row) as heartbeat:
+                await heartbeat.stored()
+                self._shown.set()
+                await self._over.wait()
+
+
 class LearnerEnd:
     """The end of a learner: whether its run is done, and the row of one that failed for good."""
 
     def __init__(self, config: RunConfig, bus_url: str, *, leads: bool) -> None:
         """``leads``: this process runs node 0, which records the end."""
         self._config, self._bus_url, self._leads = config, bus_url, leads
+        self._start = LearnerStart(config, bus_url)
         self.drained = False  # It was drained by a signal, and its run is not done
+
+    def begin(self) -> None:
+        """Show other learners that this one starts, before its checks."""
+        if self._leads:
+            self._start.begin()
+
+    def lives(self) -> None:
+        """Note that the learner has a live row of its own."""
+        self._start.end()
 
     @asynccontextmanager
     async def noted(self, draining: asyncio.Event) -> AsyncIterator[None]:
@@ -134,6 +221,8 @@ class LearnerEnd:
         except Exception as failure:
             await self.record_failure(first_error(failure))
             raise
+        finally:
+            self.lives()
         if draining.is_set():
             self.drained = True
             with _reported():
@@ -143,15 +232,17 @@ class LearnerEnd:
 
     async def record_failure(self, error: BaseException, *, wait_s: float = AT_END_S) -> None:
         """Write the row of a learner that no restart cures, where there is a bus within ``wait_s``."""
+        await asyncio.to_thread(self._start.join)  # of two that fail at once, the last one sees no other
         if self._leads and exit_codes.of(error) in NOT_RESTARTED:
             with _reported(), suppress(NotFound):  # a run without streams has no workers that wait for its end
                 await self._write_failure(error, wait_s)
 
     async def _write_failure(self, error: BaseException, wait_s: float) -> None:
         async with self._bus(wait_s) as bus:
-            rows = bus.rows("run")
-            if await _other_feeder(bus):
-                log.warning("the row of the end is not written: another learner of run %s works", bus.run)
+            rows, epoch = bus.rows("run"), await current_epoch(bus)
+            if others := await learners(bus):
+                text = "the row of the end is not written: another learner of run %s starts or works: %s"
+                log.warning(text, bus.run, ", ".join(f"{row.role} {row.id}" for row in others))
                 return
             checkpoint, _ = await rows.read(CHECKPOINT_KEY)
             row = EndRow(
@@ -160,26 +251,24 @@ class LearnerEnd:
                 reason=exit_codes.message(error)[:MAX_TEXT],
                 step=int(checkpoint["step"]) if checkpoint else 0,
                 time_s=time.time(),
+                epoch=epoch,
             )
+            value = dataclasses.asdict(row)
 
             def failed(before: JsonObject | None) -> JsonObject | None:
                 """Return the row; None for a run that is done already: a start with other settings failed."""
-                return None if before and before["outcome"] == Outcome.DONE else dataclasses.asdict(row)
+                return None if before and before["outcome"] == Outcome.DONE else value
 
-            await rows.change(END_KEY, failed, replace_unreadable=True)
+            changed = await rows.change(END_KEY, failed, replace_unreadable=True)
+            # A learner raises the epoch before it removes the row of an earlier end: one of the two sees the other.
+            if changed.after is value and await current_epoch(bus) > epoch:
+                await rows.delete(END_KEY)
 
     @asynccontextmanager
     async def _bus(self, wait_s: float = AT_END_S) -> AsyncIterator[Bus]:
         config = self._config
         async with asyncio.timeout(wait_s), connect(self._bus_url, config.run, config.bus, name="learner") as bus:
             yield bus
-
-
-async def _other_feeder(bus: Bus) -> bool:
-    """Return whether a feeder runs that no later start has replaced; this process's own has ended."""
-    row, _ = await bus.rows("run").read(EPOCH_KEY)
-    newest = int(row["epoch"]) if row else 0
-    return any(live.role == "feeder" and not age and live.epoch >= newest for live, age in await processes(bus))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Admission control: bounds the number of tasks in flight, and chooses the next prompt, requeued ones first."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from tidemill.bus.wire.json_object import JsonMapping
@@ -57,16 +57,20 @@ class Admission:
         self._unpublished: dict[int, int] = {}
         """Groups of each trained step that no version has yet."""
 
-    def wanted(self, *, num_open: int, step: int) -> TaskDemand | None:
-        """Return the next task, given ``num_open`` open ones and plans up to ``step``; None while none is admitted."""
+    def wanted(self, *, num_open: int, step: int, drawn: Sequence[tuple[int, int]] = ()) -> TaskDemand | None:
+        """Return the next task, given ``num_open`` open ones and plans up to ``step``; None while none is admitted.
+
+        ``drawn``: pass and offset of prompts whose tasks come before it, and are not issued yet. A reissue comes alone.
+        """
+        num_open += len(drawn)
         # Open tasks count as if all of them were trained; the ones that are dropped make room again.
         needed = (self._rules.steps - step) * self._rules.groups_per_step - num_open
         if self.head is None or needed <= 0 or num_open + sum(self._unpublished.values()) >= self._rules.admitted:
             return None
-        if self.exhausted:
+        if self.exhausted or (drawn and self._pending_reissues):
             return None
         version, issue_step = self.head
-        epoch, offset = self._position
+        epoch, offset = max([self._position, *((epoch, offset + 1) for epoch, offset in drawn[-1:])])
         demand = TaskDemand(prompt_epoch=epoch, offset=offset, min_version=version, issue_step=issue_step)
         if not self._pending_reissues:
             return demand

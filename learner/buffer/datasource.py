@@ -57,9 +57,12 @@ class DataSource:
 
     # ---- admit
 
-    def wanted(self) -> TaskDemand | None:
-        """Return the next task to issue; None while the staleness budget or the rest of the run admits none."""
-        return self._admission.wanted(num_open=len(self._groups), step=self.step)
+    def wanted(self, drawn: Sequence[tuple[int, int]] = ()) -> TaskDemand | None:
+        """Return the next task to issue; None while the staleness budget or the rest of the run admits none.
+
+        ``drawn`` as for ``Admission.wanted``.
+        """
+        return self._admission.wanted(num_open=len(self._groups), step=self.step, drawn=drawn)
 
     def passed(self, epoch: int) -> None:
         """Register that passes before ``epoch`` have no further prompt."""

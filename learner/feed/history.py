@@ -1,4 +1,4 @@
-"""The beginning of PLAN, and of the versions, which is removed behind a summary in one row.
+"""The beginning of PLAN, of the versions and of DEAD, which is removed behind a summary in one row.
 
     oldest kept checkpoint --> mark --(history_steps later, its samples and tasks trimmed)--> summary --> PLAN trimmed
 
@@ -17,7 +17,7 @@ from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.bus.wire.messages import Plan, Settle
+from tidemill.bus.wire.messages import Done, Plan, Settle
 from tidemill.bus.wire.row_reader import MAX_ROW_BYTES
 from tidemill.bus.wire.rows import HistoryRow, PlanMark, row_of
 from tidemill.bus.wire.subjects import HISTORY_KEY, Shards
@@ -67,6 +67,26 @@ async def compact(bus: Bus, oldest: JsonMapping, *, give_up: bool = False) -> No
         log.info("records of PLAN removed to_step=%d", history.next.step)
 
 
+async def forget_letters(bus: Bus, below: int) -> None:
+    """Remove the older half of the dead letters of tasks with ids < ``below``, which are counted.
+
+    For the newest learner alone. Raises BusUnavailable.
+    """
+    try:
+        history = await read_history(bus)
+    except UnreadableRow as error:
+        log.error("dead letters not removed: %s", error)
+        return
+    await bus.dead.trim_letters(history.letters_to + 1)  # counted by a start that was killed before it removed them
+    tasks = [task for task in await bus.dead.letters() if task < below]
+    oldest = tasks[: (len(tasks) + 1) // 2]
+    counted = dataclasses.replace(history, letters=history.letters + len(oldest), letters_to=max(oldest, default=0))
+    if oldest and await _replace(bus, history, counted):
+        await bus.dead.trim_letters(counted.letters_to + 1)
+        text = "DEAD is almost full (bus.quota_bytes): removed the dead letters of %d tasks, up to task %d"
+        log.warning(text, len(oldest), counted.letters_to)
+
+
 def mark_of(state: JsonMapping) -> PlanMark:
     """Return the place of a checkpoint's plan."""
     cursor, tasks = cursor_of(dict(state)), state["tasks"]
@@ -101,7 +121,8 @@ async def _is_trimmed(bus: Bus, mark: PlanMark) -> bool:
 
 async def _summed(bus: Bus, history: HistoryRow, mark: PlanMark) -> HistoryRow:
     """Return the summary with the records up to a mark."""
-    trained, max_lag = history.trained, history.max_lag
+    trained, tasks, max_lag = history.trained, history.trained_tasks, history.max_lag
+    skipped = {0: float(history.skipped)}  # by step, because a step may be taken again
     dropped, given_up = Counter(history.dropped), Counter(history.given_up)
     start = 1 if history.removed is None else history.removed.seq + 1
     async with aclosing(bus.plans.scan(start)) as records:  # type: ignore[type-var]
@@ -109,11 +130,24 @@ async def _summed(bus: Bus, history: HistoryRow, mark: PlanMark) -> HistoryRow:
             if seq > mark.seq:
                 break
             if isinstance(record, Plan):
-                trained, max_lag = trained + len(record.seqs), max(max_lag, largest_lag(record))
+                trained, tasks = trained + len(record.seqs), tasks + len(record.tasks)
+                max_lag = max(max_lag, largest_lag(record))
+            elif isinstance(record, Done):
+                skipped[record.step] = record.metrics.get("train/skipped_minibatches", 0.0)
             elif isinstance(record, Settle):
                 dropped[record.reason] += len(record.seqs)
                 given_up[record.reason] += len(record.tasks)
-    return HistoryRow(removed=mark, trained=trained, max_lag=max_lag, dropped=dict(dropped), given_up=dict(given_up))
+    return dataclasses.replace(
+        history,
+        removed=mark,
+        next=None,
+        trained=trained,
+        trained_tasks=tasks,
+        skipped=int(sum(skipped.values())),
+        dropped=dict(dropped),
+        given_up=dict(given_up),
+        max_lag=max_lag,
+    )
 
 
 async def _replace(bus: Bus, before: HistoryRow, after: HistoryRow) -> bool:

@@ -19,7 +19,6 @@ from tidemill.bus.streams.dead import REQUEUE
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Dead, Plan, Requeue
-from tidemill.bus.wire.subjects import Position
 from tidemill.learner.buffer.arrivals import Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.failures import FailingTasks, Senders, describe_invalid
@@ -47,18 +46,14 @@ class LostTasks:
         self._acked: set[int] = set()
         self._acks, self._read_on = Waiter(), Waiter()
         self._read_to = list(source.cursor().position)
-        self._wanted: Position = ()
+        self._num_waiting = 0  # Calls of ``read_everything`` that wait
         self._looked_s = float("-inf")
 
     def passed(self, seq: int) -> None:
         """Register that the reader of SAMPLES has passed a sequence."""
         self._read_to[seq % len(self._read_to)] = seq
-        if self._wanted and not self._is_ahead():
+        if self._num_waiting:
             self._read_on.wake()
-
-    def _is_ahead(self) -> bool:
-        """Return whether the reader has not passed some shard's end."""
-        return any(read < end for read, end in zip(self._read_to, self._wanted, strict=True))
 
     async def run(self) -> None:
         """Find lost tasks until cancelled. Start it when all recorded steps are replayed."""
@@ -87,15 +82,19 @@ class LostTasks:
             self._looked_s = time.monotonic()
         acked, self._acked = sorted(task_id for task_id in self._acked if self._source.lacks_samples(task_id)), set()
         if acked:
-            await self._read_everything()
+            await self.read_everything()
         for task_id in acked:
             await self._check(task_id)
 
-    async def _read_everything(self) -> None:
-        """Wait until the reader has passed the current end of SAMPLES, and so all that was stored before these acks."""
-        self._wanted = await self._bus.retry(self._bus.samples.ends)
-        while self._is_ahead():
-            await self._read_on.wait(LOOK_EVERY_S)
+    async def read_everything(self) -> None:
+        """Wait until the reader has passed the current end of SAMPLES, and so all that was stored before this call."""
+        ends = await self._bus.retry(self._bus.samples.ends)
+        self._num_waiting += 1
+        try:
+            while any(read < end for read, end in zip(self._read_to, ends, strict=True)):
+                await self._read_on.wait(LOOK_EVERY_S)
+        finally:
+            self._num_waiting -= 1
 
     async def _check(self, task_id: int) -> None:
         # An actor that stores a death acknowledges the task as well, and the feeder may not have read it yet.
@@ -194,6 +193,9 @@ class Intake:
             if isinstance(message, Dead):
                 # Without its texts, because all dead letters of the run are kept here.
                 letters[message.task] = replace(message, prompt="", reason="")
+                # Its actor has stored the samples of the group before it, with which it may be trained.
+                if self._source.lacks_samples(message.task):
+                    await self._lost.read_everything()
                 if self._source.dead(message.task):
                     self.failing.died(message)
                 self._evaluations.gone(message)

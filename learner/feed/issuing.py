@@ -1,8 +1,9 @@
 """Issue of training tasks: the prompt that the DataSource demands, as a task in TASKS; and the curriculum, by which
 prompts that were too easy or too hard when they were last asked are left out of the next passes.
 
-    DataSource.wanted() --> prompt, tokenized in a thread --> TASKS --> DataSource.issued()
+    DataSource.wanted() --> prompts, long ones tokenized in a thread --> TASKS --> DataSource.issued()
 
+Tasks of short prompts are stored many at once: a round trip to the bus for each would bound the samples of a run.
 Waits for places, which settled groups and new versions give back (``waiter``).
 """
 
@@ -19,6 +20,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.messages import Kind, Task
 from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.buffer.arrivals import EARLY_IDS, EARLY_SAMPLES
 from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.feed.feeder_settings import FeederSettings
@@ -108,6 +110,9 @@ class TaskIssuer:
         self.waiter = Waiter()
         """Woken when another task may be admitted."""
         self._pace = Pace(settings.places.bus.tasks_per_s)
+        most = min(EARLY_IDS, EARLY_SAMPLES // settings.learner.group_size) // 2
+        self._most_at_once = 1 if settings.places.bus.tasks_per_s else max(1, most)
+        """Half as many as the DataSource keeps samples of before they are registered."""
         self.stopped = False
         """True once the last step is known: no further task is issued."""
 
@@ -122,37 +127,62 @@ class TaskIssuer:
             if demand is None:
                 await self.waiter.wait(LOOK_AGAIN_S)
                 continue
-            drawn = await prompt_for(demand, self._prompts, self._curriculum, num_epochs=num_epochs)
-            if drawn is None:
+            first = await prompt_for(demand, self._prompts, self._curriculum, num_epochs=num_epochs)
+            if first is None:
                 self._source.passed(num_epochs)
             else:
-                await self._issue(drawn, demand)
+                await self._issue([first, *await self._short_prompts(first)], demand)
             decide.wake()
 
-    def _demand(self) -> TaskDemand | None:
-        return None if self.stopped else self._source.wanted()
+    def _demand(self, drawn: Sequence[Drawn] = ()) -> TaskDemand | None:
+        return None if self.stopped else self._source.wanted([(prompt.epoch, prompt.offset) for prompt in drawn])
 
-    async def _issue(self, drawn: Drawn, demand: TaskDemand) -> None:
-        """Issue the task of a prompt that was drawn for ``demand``, unless another prompt is to be issued by now."""
-        # Asked again, because a version may have been published while the prompt was tokenized, or a prompt requeued.
+    async def _short_prompts(self, first: Drawn) -> list[Drawn]:
+        """Return the prompts behind ``first`` whose tasks are admitted, up to one that is long or is left out."""
+        drawn, prompts = [first], self._prompts
+        while len(drawn) < self._most_at_once and (demand := self._demand(drawn)) is not None:
+            place = (demand.prompt_epoch, demand.offset)
+            if not prompts.is_short(*place) or self._curriculum.skips(int(prompts.order(place[0])[place[1]]), place[0]):
+                break
+            try:
+                drawn.append(prompts.at(*place))
+            except PromptError:
+                break
+            await asyncio.sleep(0)  # the other loops of the feeder go on between two prompts
+        return drawn[1:]
+
+    async def _issue(self, drawn: Sequence[Drawn], demand: TaskDemand) -> None:
+        """Issue the tasks of prompts, the first drawn for ``demand``, unless others are to be issued by now."""
+        # Asked again, because a version may have been published while a prompt was tokenized, or a prompt requeued.
         newest = self._demand()
         if newest is None or replace(newest, min_version=demand.min_version, issue_step=demand.issue_step) != demand:
             return
+        if self._demand(drawn[:-1]) is None:  # fewer are admitted now
+            drawn = drawn[:1]
+        seed, epoch = self._prompts.seed, self._epoch
         try:
-            await self.store(task_of(newest, drawn, self._settings, seed=self._prompts.seed, epoch=self._epoch))
-        except WireError as error:  # larger than a message, which no try can change
-            self._prompts.leave_out(drawn.epoch, drawn.offset, error)
+            await self._store([task_of(newest, prompt, self._settings, seed=seed, epoch=epoch) for prompt in drawn])
+        except WireError as error:  # one is larger than a message, which no try can change
+            if len(drawn) > 1:
+                await self._issue(drawn[:1], demand)
+            else:
+                self._prompts.leave_out(drawn[0].epoch, drawn[0].offset, error)
 
     async def store(self, task: Task) -> Task:
         """Store and register a task. Returns it with its id."""
+        return (await self._store([task]))[0]
+
+    async def _store(self, tasks: Sequence[Task]) -> list[Task]:
         async with self.lock:
             await asyncio.sleep(self._pace.wait_s)  # evaluations issue tasks, too, and count for the pace
             self._pace.note()
-            task = replace(task, id=await self._bus.tasks.issue(task))
-            self._source.issued(task, time.monotonic())
-            if task.kind is Kind.TRAIN:
-                self._planned.note(task)
-        return task
+            ids = await self._bus.tasks.issue_all(tasks)
+            issued = [replace(task, id=task_id) for task, task_id in zip(tasks, ids, strict=True)]
+            for task in issued:
+                self._source.issued(task, time.monotonic())
+                if task.kind is Kind.TRAIN:
+                    self._planned.note(task)
+        return issued
 
 
 async def prompt_for(

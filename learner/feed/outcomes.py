@@ -34,11 +34,12 @@ from tidemill.learner.feed.data_metrics import EpisodeAge
 from tidemill.learner.feed.feed_messages import Last
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_settings import FeederSettings
-from tidemill.learner.feed.history import compact
+from tidemill.learner.feed.history import compact, forget_letters
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, Resumed
 
 log = logging.getLogger(__name__)
 
+WEIGHTS = "weights"
 GIVE_UP_HISTORY_FULL = 0.85
 """Share in use, of the stream SAMPLES or of a bound by ``bus.quota_bytes``, at which history is trimmed too."""
 
@@ -78,12 +79,17 @@ class Outcomes:
         """Step of the latest checkpoint."""
         self.fullness = 0.0
         """Share of the stream SAMPLES in use, after the last step."""
-        self.records_fullness = 0.0
-        """Largest share in use of a stream or bucket that only ``bus.quota_bytes`` bounds, after the last step."""
+        self._used: dict[str, float] = {}
+        """Share in use of each stream or bucket that only ``bus.quota_bytes`` bounds, after the last step."""
         self._disks: dict[str, float] = {}
         """Metrics of the disks, as they were after the step before."""
         self.finished = asyncio.Event()
         self._note_finished()
+
+    @property
+    def records_fullness(self) -> float:
+        """Largest share in use of a stream or bucket that only ``bus.quota_bytes`` bounds; 0 without a quota."""
+        return max(self._used.values(), default=0.0)
 
     @property
     def pending(self) -> int:
@@ -129,12 +135,10 @@ class Outcomes:
         shards = [state.bytes for state in await self._bus.samples.states()]
         samples, self.fullness = sum(shards), len(shards) * max(shards) / self._bus.config.samples_max_bytes
         bounds = record_bounds(self._bus.config)
-        names = {
-            **{name: subjects.stream(self._bus.run, name) for name in (subjects.TASKS, subjects.PLAN)},
-            "weights": subjects.bucket_stream(self._bus.run, "weights"),
-        }
-        used = [(await self._bus.jet.state(stream)).bytes / bounds[name] for name, stream in names.items() if bounds]
-        self.records_fullness = max(used, default=0.0)
+        names = {name: subjects.stream(self._bus.run, name) for name in (subjects.TASKS, subjects.PLAN, subjects.DEAD)}
+        names[WEIGHTS] = subjects.bucket_stream(self._bus.run, WEIGHTS)
+        for name, stream in names.items() if bounds else ():
+            self._used[name] = (await self._bus.jet.state(stream)).bytes / bounds[name]
         stored, _ = await self._bus.jet.store_use()
         self._disks |= {"disk/bus_bytes": float(stored), "disk/samples_bytes": float(samples)}
 
@@ -247,7 +251,7 @@ class Outcomes:
             log.error("streams not trimmed, the oldest checkpoint that is kept is damaged: %s", error)
             return
         history = self._bus.config.history_samples
-        give_up = self.records_fullness >= GIVE_UP_HISTORY_FULL
+        give_up = self._is_full(subjects.TASKS, subjects.PLAN, WEIGHTS)
         if give_up:
             text = "records of the run are %.0f %% of their share of bus.quota_bytes: history is given up"
             log.warning(text, 100 * self.records_fullness)
@@ -260,6 +264,9 @@ class Outcomes:
         await self._bus.tasks.raise_floor(state["tasks"]["floor"])
         await self._bus.partials.trim(state["tasks"]["floor"] + 1)
         await self._bus.turns.trim(state["tasks"]["floor"] + 1)
+        await self._bus.dead.trim_reports(oldest["tasks"]["floor"] + 1)
+        if self._is_full(subjects.DEAD):
+            await forget_letters(self._bus, oldest["tasks"]["floor"] + 1)
         cursor = cursor_of(oldest)
         created = cursor.created.split(CREATED_SEPARATOR)
         wanted = [floor + 1 - history for floor in cursor.position]
@@ -278,13 +285,18 @@ class Outcomes:
         needed = await cursors.first_needed(created)
         if needed is None or needed >= below:
             return below
-        if self.fullness < GIVE_UP_HISTORY_FULL:
+        # Records of PLAN and versions stay as long as the samples that they name.
+        used = {name: self._used.get(name, 0.0) for name in (subjects.PLAN, WEIGHTS)}
+        name, fullness = max({subjects.SAMPLES: self.fullness, **used}.items(), key=lambda share: share[1])
+        if fullness < GIVE_UP_HISTORY_FULL:
             return needed
         late_readers = ", ".join(await cursors.give_up(below, created))
-        log.error(
-            "SAMPLES is %.0f %% full: readers %s are left behind at %d", 100 * self.fullness, late_readers, needed
-        )
+        log.error("%s is %.0f %% full: readers %s are left behind at %d", name, 100 * fullness, late_readers, needed)
         return below
+
+    def _is_full(self, *names: str) -> bool:
+        """Return whether one of these is almost as large as ``bus.quota_bytes`` allows."""
+        return any(self._used.get(name, 0.0) >= GIVE_UP_HISTORY_FULL for name in names)
 
 
 async def record_done(

@@ -5,8 +5,9 @@ sample that the reader does not have. Ranks and readers authenticate each other 
 """
 
 import logging
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,10 +17,12 @@ import zmq.asyncio
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.codec import decode_sample
 from tidemill.bus.wire.messages import Sample
-from tidemill.learner.errors import FeederLost, FeedError
+from tidemill.learner.errors import FeederLost, FeedError, LearnerError
 from tidemill.learner.feed.feed_keys import FeedKeys, Gate, admit_by
 
 log = logging.getLogger(__name__)
+
+_CONNECT_S = 5.0  # Longest wait for a connection to a reader that has not answered
 
 _SEQS: msgspec.msgpack.Decoder[list[int]] = msgspec.msgpack.Decoder(list[int])
 
@@ -83,12 +86,13 @@ class SampleClient:
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", feeder_url: str, keys: FeedKeys) -> None:
         self._context, self._feeder_url, self._keys = context, feeder_url, keys
+        self._host = urlsplit(feeder_url).hostname or ""
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
 
     def close(self) -> None:
         """Close the connections."""
-        for socket in self._sockets.values():
-            socket.close(linger=0)
+        for dealer in self._sockets.values():
+            dealer.close(linger=0)
 
     def fetch(
         self,
@@ -102,7 +106,8 @@ class SampleClient:
         """Return samples by sequence. ``ports``: of the reader of each shard; ``on_feeder``: called when the feeder
         sends something meanwhile.
 
-        Raises FeederLost when no reader answers for ``silence_s``, FeedError for samples that a reader does not have.
+        Raises FeederLost when no reader answers for ``silence_s``; FeedError for one that cannot be reached, and for
+        samples that a reader does not have.
         """
         by_port: dict[int, list[int]] = {}
         for seq in seqs:
@@ -110,15 +115,15 @@ class SampleClient:
         poller = zmq.Poller()
         poller.register(feeder, zmq.POLLIN)
         for port, wanted in by_port.items():
-            socket = self._sockets.get(port) or self._connect(port)
-            poller.register(socket, zmq.POLLIN)
-            socket.send(msgspec.msgpack.encode(wanted))
+            dealer = self._sockets.get(port) or self._connect(port)
+            poller.register(dealer, zmq.POLLIN)
+            dealer.send(msgspec.msgpack.encode(wanted))
         samples: dict[int, Sample] = {}
         while by_port:
             began_s = time.monotonic()
             ready = dict(poller.poll(int(silence_s * 1000)))
             if not ready:
-                raise FeederLost(self._feeder_url, time.monotonic() - began_s, "samples of the step", "its readers")
+                raise self._silent(ports, by_port, time.monotonic() - began_s)
             if feeder in ready:
                 on_feeder()
             for port in [port for port in by_port if self._sockets[port] in ready]:
@@ -129,12 +134,23 @@ class SampleClient:
                 samples |= zip(wanted, map(decode_sample, frames), strict=True)
         return samples
 
+    def _silent(self, ports: Sequence[int], waited_for: Collection[int], waited_s: float) -> LearnerError:
+        """Return the error of readers that have not answered: one that cannot be reached, or all."""
+        readers = {f"reader of shard {shard} at {self._host} port {port}": port for shard, port in enumerate(ports)}
+        readers = {reader: port for reader, port in readers.items() if port in waited_for}
+        for reader, port in readers.items():
+            try:
+                socket.create_connection((self._host, port), timeout=_CONNECT_S).close()
+            except OSError as error:
+                cure = "let the machines of all ranks connect to any port of the feeder's machine"
+                return FeedError(reader, f"a connection from this rank ({cure})", str(error))
+        return FeederLost(self._feeder_url, waited_s, "samples of the step", ", ".join(readers))
+
     def _connect(self, port: int) -> "zmq.Socket[bytes]":
-        url = urlsplit(self._feeder_url)
-        host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
-        socket = self._context.socket(zmq.DEALER)
-        admit_by(socket, self._keys)
-        socket.setsockopt(zmq.IPV6, int("[" in self._feeder_url))
-        socket.connect(f"tcp://{host}:{port}")
-        self._sockets[port] = socket
-        return socket
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        dealer = self._context.socket(zmq.DEALER)
+        admit_by(dealer, self._keys)
+        dealer.setsockopt(zmq.IPV6, int("[" in self._feeder_url))
+        dealer.connect(f"tcp://{host}:{port}")
+        self._sockets[port] = dealer
+        return dealer

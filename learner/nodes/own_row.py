@@ -17,8 +17,9 @@ from tidemill.bus.client.rows import Rows
 from tidemill.bus.errors import BusError, BusUnavailable, RowConflict, WireError
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.rows import NodeRow, Phase
+from tidemill.bus.wire.subjects import NODE_KEY
 from tidemill.learner.errors import NodeRefused, NodeReplaced
-from tidemill.learner.nodes.rows import NODE_KEY, cut, node_of, row_value
+from tidemill.learner.nodes.rows import cut, node_of, row_value
 
 log = logging.getLogger(__name__)
 

@@ -21,14 +21,13 @@ from tidemill.bus.streams.bus import Bus, raise_epoch
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import MAX_TEXT, Attempt, NodeRow, State, row_of
-from tidemill.bus.wire.subjects import nonce
+from tidemill.bus.wire.subjects import NODE_KEY, nonce
 from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.rendezvous import Seen, refuse_unlike
 from tidemill.learner.ranks.process import NodePart
 
 log = logging.getLogger(__name__)
 
-NODE_KEY = "node"  # rows ``node.<R>``
 ATTEMPT_KEY = "attempt"
 
 

@@ -40,6 +40,7 @@ NAMES = {
     "episodes": "turns/s of episodes through the gateway, with and without a log, against asking the engine directly",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
     "decisions": "what the decisions of the feeder cost for each sample, without a bus",
+    "issuing": "how many tasks a second a feeder issues, one after the other and many at once",
     "scaling": "several streams of samples: points, a simulation calibrated with them, and costs (about 5 minutes)",
     "large_samples": "samples of many tokens, with images or experts: in parts, against JetStream's object store",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",

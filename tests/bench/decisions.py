@@ -15,6 +15,7 @@ import msgspec
 
 from tests.bench.sample_path import make_sample
 from tests.data_kit import rules, task
+from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
 from tidemill.bus.wire.messages import Plan, Span
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.sample_index import SampleIndex, context_of, index_of
@@ -58,7 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
         ),
         epoch=1,
     )
-    report(decide(source, args), args.steps * args.groups * GROUP_SIZE)
+    num_samples = args.steps * args.groups * GROUP_SIZE
+    report(decide(source, args), num_samples, decode_whole(args.tokens, num_samples))
 
 
 def decide(source: DataSource, args: argparse.Namespace) -> Clock:
@@ -94,11 +96,23 @@ def decide(source: DataSource, args: argparse.Namespace) -> Clock:
     return clock
 
 
-def report(clock: Clock, num_samples: int) -> None:
+def decode_whole(num_tokens: int, num_samples: int) -> float:
+    """Decode and check so many whole samples, as a reader does for each index. Returns the CPU seconds."""
+    data = encode_sample(make_sample("run", 1, num_tokens))
+    clock = Clock()
+    for _ in range(num_samples):
+        check_sample(decode_sample(data), vocab_size=150_000)
+    clock.lap("whole")
+    return clock.spent_s["whole"]
+
+
+def report(clock: Clock, num_samples: int, whole_s: float) -> None:
     counted = {stage: 1e6 * spent / num_samples for stage, spent in clock.spent_s.items() if stage != "not counted"}
     for stage, cost_us in counted.items():
         print(f"  {stage:<20} {cost_us:5.1f} us a sample")
-    print(f"RATIO us a sample of all decisions: {sum(counted.values()):.1f}")
+    print(f"  {'all decisions':<20} {sum(counted.values()):5.1f} us a sample")
+    print(f"  {'the whole sample':<20} {1e6 * whole_s / num_samples:5.1f} us a sample, decoded and checked by a reader")
+    print(f"RATIO decisions / samples decoded and checked: {sum(counted.values()) * num_samples / 1e6 / whole_s:.2f}")
 
 
 def issued_and_answered(source: DataSource, pattern: object, step: int, args: argparse.Namespace) -> list[bytes]:

@@ -4,10 +4,11 @@ python -m tests.bench scaling [--rates 100,200,400] [--shards 1,2] [--seconds 20
 
 Measured: ``tests.bench.actors`` at each rate, with one stream and with several. A kind of process has a share of a core
 of ``base + cost * rate``, by least squares over its points. Simulated: queues of work in steps of a millisecond; groups
-arrive at random (Poisson), their task chooses the shard, and processes that have work share the cores. The simulation
-is compared with every measured point; the same is then run at ``--target`` samples/s, with a core for each process, and
-a server for each shard's leader, and ``--ranks`` data-parallel ranks, which fetch and pack the samples of several
-streams themselves. The costs of hardware follow by the formulas printed.
+arrive at random (Poisson), their task chooses the shard, and processes that have work share the cores. The feeder
+issues at most ``--tasks-per-s`` tasks a second (``tests.bench.issuing``). The simulation is compared with every
+measured point; the same is then run at ``--target`` samples/s, with a core for each process, and a server for each
+shard's leader, and ``--ranks`` data-parallel ranks, which fetch and pack the samples of several streams themselves. The
+costs of hardware follow by the formulas printed.
 """
 
 import argparse
@@ -22,6 +23,8 @@ STEP_S = 0.001
 SIMULATED_S = 20.0
 NEAR, SMALL = 0.2, 0.05
 """Largest relative difference between a measured and a simulated share of a core, of shares that are not small."""
+TASKS_PER_S = 14_000.0
+"""Tasks that a feeder issues (``tests.bench.issuing``, two idle cores)."""
 SAMPLE_BYTES, SAMPLE_TOKENS = 32_000, 3_500
 ROLES = ("actors", "nats-server", "readers", "feeder", "rank")
 
@@ -96,9 +99,13 @@ def simulate(
     cores: float,
     servers: int = 1,
     num_ranks: int = 1,
+    tasks_per_s: float = math.inf,
     seed: int = 0,
 ) -> Simulated:
-    """Simulate ``SIMULATED_S`` seconds of a run; ``cores``: of the machine of all processes, or ``inf``."""
+    """Simulate ``SIMULATED_S`` seconds of a run.
+
+    ``cores``: of the machine of all processes, or ``inf``. ``tasks_per_s``: that the feeder issues at most.
+    """
     chance = random.Random(seed)
     actors = Station("actors", costs["actors"], parallel=math.inf if cores == math.inf else 1.0)
     stores = [Station("nats-server", costs["nats-server"], parallel=math.inf if servers < shards else 1.0)]
@@ -107,12 +114,16 @@ def simulate(
     feeder, ranks = Station("feeder", costs["feeder"]), [Station("rank", costs["rank"]) for _ in range(num_ranks)]
     stations = [actors, *stores, *readers, feeder, *ranks]
     behind: list[float] = []
+    demanded = 0.0
     for step in range(round(SIMULATED_S / STEP_S)):
         for station in stations:
             # The base is of all processes of a kind together.
             same = sum(other.name == station.name for other in stations)
             station.overhead_s += station.cost.base / same * STEP_S
-        actors.waiting += GROUP_SIZE * _poisson(chance, rate / GROUP_SIZE * STEP_S)
+        demanded += _poisson(chance, rate / GROUP_SIZE * STEP_S)
+        issued = min(demanded, tasks_per_s * STEP_S)
+        demanded -= issued
+        actors.waiting += GROUP_SIZE * issued
         spent = _shared([station.work_s for station in stations], [s.parallel for s in stations], cores)
         done = {id(station): station.spend(seconds) for station, seconds in zip(stations, spent, strict=True)}
         stores[chance.randrange(len(stores))].waiting += done[id(actors)]
@@ -227,6 +238,7 @@ def main() -> None:
     parser.add_argument("--cores", type=float, default=2.0, help="of this machine")
     parser.add_argument("--target", type=float, default=10_000.0, help="samples/s of the simulated run")
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks of the simulated run")
+    parser.add_argument("--tasks-per-s", type=float, default=TASKS_PER_S, help="that a feeder issues, at most")
     parser.add_argument("--gpus", default="8,64,1000,10000,100000")
     args = parser.parse_args()
     costs: dict[int, dict[str, Cost]] = {}
@@ -240,7 +252,8 @@ def main() -> None:
     )
     most = costs[max(costs)]
     print(f"simulated at {args.target:.0f} samples/s, a core for each process:")
-    print_target(args.target, {shards: costs.get(shards, most) for shards in (1, 2, 4, 8)}, args.ranks)
+    print(f"(a feeder that issues {args.tasks_per_s:.0f} tasks/s at most)")
+    print_target(args.target, {shards: costs.get(shards, most) for shards in (1, 2, 4, 8)}, args)
     print("costs of the sample path; formulas: samples/s = GPUs * share of engines * tokens/s / tokens of a sample;")
     print("MB/s = samples/s * bytes * (copies + 1 read); cores = base + cost * samples/s, of servers times copies")
     print(f"with {Prices()}, {SAMPLE_BYTES} bytes and {SAMPLE_TOKENS} tokens a sample")
@@ -265,11 +278,12 @@ def measured(args: argparse.Namespace, shards: int) -> list[Point]:
     return points
 
 
-def print_target(target: float, costs: Mapping[int, Mapping[str, Cost]], num_ranks: int) -> None:
+def print_target(target: float, costs: Mapping[int, Mapping[str, Cost]], args: argparse.Namespace) -> None:
     """Print what a run at ``target`` samples/s does, by the number of streams."""
     print("| streams | trained/s | busiest server | reader | feeder | rank | behind after 10 s | at the end |")
     for shards, chosen in costs.items():
-        result = simulate(chosen, rate=target, shards=shards, cores=math.inf, servers=shards, num_ranks=num_ranks)
+        most = {"num_ranks": args.ranks, "tasks_per_s": args.tasks_per_s}
+        result = simulate(chosen, rate=target, shards=shards, cores=math.inf, servers=shards, **most)
         cells = [
             f"{100 * result.busiest.get(name, 0.0):.0f} %" for name in ("nats-server", "readers", "feeder", "rank")
         ]

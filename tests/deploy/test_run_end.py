@@ -14,10 +14,10 @@ from tests.waits import until
 from tests.whole.running import SMOKE
 from tidemill.actors.engines.membership import CONFIG_KEY
 from tidemill.bus.errors import BusUnavailable, Fenced
-from tidemill.bus.liveness import LiveView
+from tidemill.bus.liveness import LiveView, processes
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, raise_epoch
-from tidemill.bus.wire.rows import EndRow, Outcome
+from tidemill.bus.wire.rows import EndRow, LiveRow, Outcome
 from tidemill.bus.wire.subjects import END_KEY
 from tidemill.launch.cli.main import main
 from tidemill.launch.run.run_end import LearnerEnd, end_of, new_end, wait_ended
@@ -101,6 +101,56 @@ async def test_a_learner_that_fails_beside_one_that_works_records_nothing(
             end = await end_of(bus)
             assert (end and end.outcome) == ends
             await raise_epoch(bus)
+
+
+async def test_a_learner_that_fails_while_another_one_starts_records_nothing(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
+    """It starts for as long as its checks take, without a feeder; workers of the run would leave it."""
+    refused = ConfigRefused("bus.sample_shards", "1", 2)
+    async with open_bus() as bus:
+        starting = LearnerEnd(config_of(bus), nats_server.url, leads=True)
+        await asyncio.to_thread(starting.begin)
+        for ends in (None, Outcome.FAILED):
+            with pytest.raises(LearnerError):
+                async with LearnerEnd(config_of(bus), nats_server.url, leads=True).noted(asyncio.Event()):
+                    raise refused
+            end = await end_of(bus)
+            assert (end and end.outcome) == ends
+            starting.lives()
+
+
+async def test_a_learner_that_begins_while_another_one_records_its_failure_has_no_end(
+    nats_server: EmbeddedServer, open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may remove the row of an earlier end before the failure is written."""
+    async with open_bus() as bus:
+
+        async def none_yet(of: Bus) -> list[LiveRow]:
+            await raise_epoch(of)
+            return []
+
+        monkeypatch.setattr("tidemill.launch.run.run_end.learners", none_yet)
+        with pytest.raises(LearnerError):
+            async with LearnerEnd(config_of(bus), nats_server.url, leads=True).noted(asyncio.Event()):
+                raise ConfigRefused("bus.sample_shards", "1", 2)
+        assert await end_of(bus) is None
+
+
+async def test_a_failure_is_no_end_for_workers_while_a_learner_starts(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
+    async with open_bus() as bus:
+        starting = LearnerEnd(config_of(bus), nats_server.url, leads=True)
+        await asyncio.to_thread(starting.begin)
+        await put(bus, FAILED)
+        waiting = asyncio.create_task(wait_ended(bus))
+        await processes(bus)  # longer than the first read of the row takes
+        await put(bus, DONE)
+        assert await waiting == DONE
+        await put(bus, FAILED)
+        starting.lives()
+        assert await wait_ended(bus) == FAILED
 
 
 async def test_a_learner_that_was_replaced_records_no_end(open_bus: BusOpener) -> None:

@@ -10,13 +10,13 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take
 from tests.refusals import refusal
-from tests.waits import LIMIT_S, turn
+from tests.waits import LIMIT_S, turn, until
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
 from tidemill.bus.wire.codec import encode_record
-from tidemill.bus.wire.messages import Done, Fence, PlanRecord, Settle
+from tidemill.bus.wire.messages import Done, Fence, PlanRecord, Settle, Task
 
 
 def done(step: int, epoch: int = 1) -> Done:
@@ -146,6 +146,41 @@ async def test_an_append_whose_answer_was_lost_is_recognised(nats_server: Embedd
         assert await appending == 3
         assert await bus.plans.append(done(3)) == 4
         assert await steps(looker) == [1, 2, 3]
+
+
+async def test_tasks_are_stored_many_at_once_in_order_also_when_the_answers_are_lost(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
+    """And behind messages of no learner, which take the places that the writer expects."""
+    async with (
+        open_bus(duplicate_window_s=0.1) as looker,
+        Proxy(nats_server.url) as proxy,
+        connect(proxy.url, looker.run, name="learner") as bus,
+    ):
+
+        def tasks(first: int) -> list[Task]:
+            return [make_task(looker.run, epoch=1, offset=first + number) for number in range(4)]
+
+        await bus.tasks.fence(1)
+        assert await bus.tasks.issue_all(tasks(0)) == [2, 3, 4, 5]
+        await looker.js.publish(f"tm.{looker.run}.task.train", b"of no learner")
+        assert await bus.tasks.issue_all(tasks(4)) == [7, 8, 9, 10]
+        proxy.deaf = True
+        issuing = asyncio.create_task(bus.tasks.issue_all(tasks(8)))
+        await until(lambda: _stored(looker, 14))
+        await proxy.cut()
+        proxy.deaf = False
+        assert await issuing == [11, 12, 13, 14]
+        assert [task.offset async for task in looker.tasks.scan()] == [*range(12)]
+        async with open_bus(run=looker.run, layout=False) as newer:
+            await newer.tasks.fence(2)
+            with pytest.raises(Fenced):
+                await bus.tasks.issue_all(tasks(12))
+        assert await looker.tasks.last_id() == 15
+
+
+async def _stored(bus: Bus, seq: int) -> bool:
+    return await bus.tasks.last_id() == seq
 
 
 async def test_an_append_that_was_cancelled_after_it_was_stored_does_not_block_the_next(

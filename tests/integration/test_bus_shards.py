@@ -3,8 +3,9 @@
 import asyncio
 import dataclasses
 import signal
+import socket
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -14,7 +15,10 @@ import zmq
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
 from tests.feeder_kit import KEYS
+from tests.forked import fork_child
+from tests.refusals import refusal
 from tests.waits import LIMIT_S
+from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ConfigMismatch, StreamReplaced, StreamTrimmed, WireError
 from tidemill.bus.server.auth import permissions
@@ -27,13 +31,20 @@ from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Cursor, Sample
 from tidemill.bus.wire.subjects import Shards, is_behind
 from tidemill.learner.buffer.sample_index import ReadOptions, SampleIndex, Unusable
-from tidemill.learner.errors import FeedError
+from tidemill.learner.errors import FeederLost, FeedError
 from tidemill.learner.feed.sample_transfer import SampleClient
 from tidemill.learner.feed.shard_readers import ReaderEnded, ReaderFrozen, ShardReaders
 from tidemill.weightstore.store.registry import VersionRegistry
 
 SHARDS = 3
 T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def forked_readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
+    """Fork the readers, which executed import for half a second each, but for those that do not start."""
+    if "program" not in request.fixturenames:
+        monkeypatch.setattr(Child, "spawn", fork_child)
 
 
 async def publish(bus: Bus, *tasks: int, **changes: object) -> list[int]:
@@ -341,12 +352,27 @@ async def test_ranks_fetch_samples_from_the_readers_until_these_are_released(
 
 def fetch(readers: ShardReaders, seqs: list[int]) -> dict[int, Sample]:
     """Fetch samples as a rank does."""
+    return fetch_from(readers.ports, seqs, silence_s=30)
+
+
+def fetch_from(ports: Sequence[int], seqs: list[int], *, silence_s: float) -> dict[int, Sample]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as feeder:
         client = SampleClient(context, "tcp://127.0.0.1:1", KEYS)
         try:
-            return client.fetch(seqs, readers.ports, silence_s=30, feeder=feeder, on_feeder=lambda: None)
+            return client.fetch(seqs, ports, silence_s=silence_s, feeder=feeder, on_feeder=lambda: None)
         finally:
             client.close()
+
+
+def test_a_rank_names_the_reader_that_it_cannot_reach_and_what_to_do() -> None:
+    """Shard 0 is a port that accepts connections and answers nothing, shard 1 one at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, KeptPort() as closed:
+        ports = [silent.getsockname()[1], closed.number]
+        with refusal(FeedError, where=f"reader of shard 1 at 127.0.0.1 port {ports[1]}") as refused:
+            fetch_from(ports, [0, 1], silence_s=0.5)
+        assert "connect to any port of the feeder's machine" in str(refused.value)
+        with pytest.raises(FeederLost, match=f"waiting for: reader of shard 0 at 127.0.0.1 port {ports[0]}$"):
+            fetch_from(ports, [0], silence_s=0.5)
 
 
 def test_users_may_store_their_own_samples_in_every_shard() -> None:

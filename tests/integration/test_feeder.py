@@ -22,6 +22,7 @@ from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World, task_settings
 from tests.refusals import refusal
 from tests.waits import LIMIT_S
+from tidemill.bus.client.layout import record_bounds
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -54,6 +55,7 @@ from tidemill.learner.feed.data_metrics import SHARE
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.history import read_history
 from tidemill.learner.feed.outcomes import Outcomes
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, resume
 from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
@@ -821,9 +823,11 @@ async def test_trimming_waits_for_a_registered_reader(open_world: OpenWorld) -> 
             break
 
 
+@pytest.mark.parametrize("full", ["SAMPLES", "PLAN", "weights"])
 async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
-    open_bus: BusOpener, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_bus: BusOpener, tmp_path: Path, caplog: pytest.LogCaptureFixture, full: str
 ) -> None:
+    """Records of PLAN and versions are removed behind their samples, which a reader holds."""
     async with open_bus(samples_max_bytes=20_000_000, trained_max_bytes=1_000_000, quota_bytes=121_000_000) as bus:
         await (await Reader.open(bus, "slow")).advance(2)
         await (await Reader.open(bus, "quick")).advance(8)
@@ -844,13 +848,31 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
         await outcomes._note_use_of_bus()
         assert 0 < outcomes.records_fullness < 0.01, "of what the quota leaves for records"
         assert await outcomes._waited_for(7, created) == 3
-        outcomes.fullness = 0.86
+        outcomes.fullness = 0.86 if full == "SAMPLES" else 0.0
+        outcomes._used = {"TASKS": 0.99, "PLAN": 0.0, full: 0.86}
         with caplog.at_level(logging.ERROR):
             assert await outcomes._waited_for(7, created) == 7
-        assert "SAMPLES is 86 % full: readers slow are left behind at 3" in caplog.text
+        assert f"{full} is 86 % full: readers slow are left behind at 3" in caplog.text
         places = await Cursors(bus).all()
         assert {name: place.given_up for name, place in places.items()} == {"slow": True, "quick": False}
         await server.close()
+
+
+async def test_dead_letters_beyond_the_quota_are_removed_oldest_first_and_counted(open_world: OpenWorld) -> None:
+    async with open_world(
+        steps=3, samples_max_bytes=20_000_000, trained_max_bytes=1_000_000, quota_bytes=121_000_000
+    ) as world:
+        dead, share = world.bus.dead, record_bounds(world.config)["DEAD"]
+        await dead.report(1, reason="r", actor="a", attempt="n")
+        await dead.store(Dead(task=1, reason="r", attempts=3, actor="a", prompt="x" * (share * 9 // 10)))
+        await dead.decide(DeadLetterDecision(task=1, word="drop", by="me"))
+        async with world.actors():
+            await finish(world)
+        assert (await world.bus.jet.state(stream(world.run, "DEAD"))).messages == 0
+        history = await read_history(world.bus)
+        assert (history.letters, history.letters_to) == (1, 1)
+        accounting, _ = await audit(world.bus, read_cursor(world.root))
+        assert accounting.balance() and not accounting.problems
 
 
 async def wipe_weights(world: World) -> None:

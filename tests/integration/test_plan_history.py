@@ -10,16 +10,17 @@ from tidemill.bus.errors import Refused, UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Done, Plan, Settle
+from tidemill.bus.wire.messages import Dead, Done, Plan, Settle
+from tidemill.launch.cli.status import read_status
 from tidemill.launch.run.audit import RunAccounting, audit
 from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
-from tidemill.learner.feed.history import LEAST_VERSIONS, compact, read_history
+from tidemill.learner.feed.history import LEAST_VERSIONS, compact, forget_letters, read_history
 from tidemill.weightstore.store.registry import VersionRegistry
 
 KEPT = 100
 EVERY = 20
 """Steps between two checkpoints; a task of every second one is given up."""
-METRICS = {f"train/metric_{number}": 1.0 / 3 for number in range(40)}
+METRICS = {"train/skipped_minibatches": 1.0} | {f"train/metric_{number}": 1.0 / 3 for number in range(40)}
 
 
 class SyntheticRun:
@@ -67,6 +68,18 @@ class SyntheticRun:
         await self.registry.publish(await self.registry.reserve(self.step, 1))
         await self.bus.plans.append(Done(epoch=1, step=self.step, metrics=METRICS))
 
+    async def take_short_group(self) -> None:
+        """Train one of two samples of a task that is dead; the other comes later."""
+        self.task = await self.bus.tasks.issue(make_task(self.bus.run, epoch=1, group_size=2))
+        shape = {"task": self.task, "group_size": 2, "length": 0, "tokens": ints(5, 6, 7)}
+        samples = [make_sample(self.bus.run, index=index, **shape) for index in range(2)]
+        self.seq = await self.bus.samples.publish(samples[1])
+        await self.bus.dead.store(make_dead(self.task))
+        self.step += 1
+        self.plan_seq = await self.bus.plans.append(self.plan(self.seq))
+        await self.registry.publish(await self.registry.reserve(self.step, 1))
+        self.seq = await self.bus.samples.publish(samples[0])
+
     async def _give_up(self) -> None:
         await self._sample()
         numbers = {"tasks": np.array([self.task]), "seqs": np.array([self.seq])}
@@ -89,6 +102,10 @@ class SyntheticRun:
         self.plan_bytes.append((await self.bus.plans.state()).bytes)
 
 
+def make_dead(task: int) -> Dead:
+    return Dead(task=task, reason="r", attempts=3, actor="a", prompt="p")
+
+
 @pytest.mark.parametrize("steps", [500, pytest.param(4000, marks=pytest.mark.slow)])
 async def test_plan_and_versions_stay_flat_and_the_audit_balances(open_bus: BusOpener, steps: int) -> None:
     async with open_bus(history_steps=KEPT) as bus:
@@ -103,6 +120,11 @@ async def test_plan_and_versions_stay_flat_and_the_audit_balances(open_bus: BusO
         assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, [])
         assert (accounting.trained, accounting.dropped) == (run.step, {"stale": run.dropped})
         assert accounting.published == run.step + run.dropped == run.seq and accounting.balance()
+        status = await read_status(bus)
+        counts = {name: status["tasks"][name] for name in ("issued", "settled", "open", "given_up")}
+        assert counts == {"issued": run.seq, "settled": run.seq, "open": 0, "given_up": {"stale": run.dropped}}
+        assert (status["samples"]["trained"], status["samples"]["dropped"]) == (run.step, {"stale": run.dropped})
+        assert (status["step"], status["planned"], status["minibatches_skipped"]) == (run.step,) * 3
 
 
 async def test_a_sample_of_a_removed_record_that_is_trained_again_is_counted(open_bus: BusOpener) -> None:
@@ -133,6 +155,30 @@ async def test_an_audit_counts_nothing_twice_when_the_learner_is_killed_before_p
         accounting = await run.audited()
         assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, [])
         assert (accounting.trained, accounting.published) == (run.step, run.seq) and accounting.balance()
+
+
+async def test_an_audit_knows_short_groups_whose_dead_letters_are_removed(open_bus: BusOpener) -> None:
+    """Their samples that came late are duplicates. The counts outlive a removal of records, and a kill in between."""
+    async with open_bus(history_steps=KEPT) as bus:
+        run = SyntheticRun(bus)
+        await run.begin()
+        for _ in range(2):
+            await run.take_short_group()
+        before = await run.audited()
+        assert (before.duplicates, before.lost, before.trained_twice) == (2, 0, 0) and before.balance()
+        first, second = await bus.dead.letters()
+        await forget_letters(bus, second + 1)
+        assert await bus.dead.letters() == [second]
+        history = await read_history(bus)
+        assert (history.letters, history.letters_to) == (1, first)
+        await bus.dead.store(make_dead(first))  # as if the learner had been killed before it removed them
+        await forget_letters(bus, second)
+        assert await bus.dead.letters() == [second]
+        assert await read_history(bus) == history
+        assert await run.audited() == before
+        await run.take(400)
+        assert (await read_history(bus)).removed is not None
+        assert ((await read_history(bus)).letters, (await read_history(bus)).letters_to) == (1, first)
 
 
 async def test_a_log_that_is_almost_full_is_removed_to_the_oldest_checkpoint(open_bus: BusOpener) -> None:

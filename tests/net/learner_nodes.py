@@ -16,9 +16,10 @@ from tests.net.site import NO_END, NODES, Site, site
 from tests.whole.running import SMOKE
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import Attempt, NodeRow, State
+from tidemill.bus.wire.subjects import NODE_KEY
 from tidemill.learner.checkpoints.disk import CHECKPOINT_KEY
 from tidemill.learner.checkpoints.node_copies import holders
-from tidemill.learner.nodes.rows import ATTEMPT_KEY, NODE_KEY, attempt_of, node_of
+from tidemill.learner.nodes.rows import ATTEMPT_KEY, attempt_of, node_of
 
 MACHINES = ("bus", "node", "node1", "gpu", "act0")
 SIZES = ("prepare.model.num_hidden_layers=2", "learner.pipeline_parallel=2")

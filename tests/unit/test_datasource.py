@@ -91,6 +91,23 @@ def test_admission_ends_at_the_bound(max_lag: int) -> None:
     assert pond.source.wanted() is None
 
 
+def test_tasks_are_demanded_behind_prompts_that_are_drawn() -> None:
+    pond = Pond(max_lag=0)
+    first, second = pond.source.wanted(), pond.source.wanted([(0, 4)])
+    assert first is not None and second is not None
+    assert (first.offset, second.offset) == (0, 5)
+    assert pond.source.wanted([(0, 4), (0, 5)]) is None, "two are admitted"
+
+
+def test_a_reissue_is_demanded_alone() -> None:
+    pond, old = at_step_three("mask", over_sampling=4.0)
+    assert pond.source.wanted([(0, 9)]) is not None
+    pond.complete(old, (0, 5))
+    pond.take_settle()
+    assert pond.source.wanted() is not None
+    assert pond.source.wanted([(0, 9)]) is None
+
+
 def test_admission_ends_with_the_run() -> None:
     pond = Pond(steps=1, max_lag=5)
     pond.issue(1, 2)

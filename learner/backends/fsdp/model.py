@@ -30,7 +30,7 @@ from tidemill.learner.backends.fsdp.opening import (
     names_of_heads,
     read_config,
 )
-from tidemill.learner.backends.fsdp.self_test import Findings, Head, self_test
+from tidemill.learner.backends.fsdp.self_test import Findings, Head, findings_of
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.choices import FLASH_MULTIPLE, SDPA, choose_attention, this_site
 from tidemill.learner.kernels.packed_rows import PackedRow
@@ -230,7 +230,7 @@ def open_model(
     """
     rules = load_family(family)
     config = read_config(model_dir)
-    findings = place.from_first(lambda: self_test(config, place.device, rules))
+    findings = place.from_first(lambda: findings_of(config, place.device, rules))
     rows = "packed" if findings.packed else "padded"
     log.info("model_family type=%s rows=%s reason=%s", config.model_type, rows, findings.reason)
     heads = place.from_first(lambda: _num_heads(config, model_dir, findings, freeze)) if further else 0

@@ -61,6 +61,19 @@ class Findings:
     """Largest difference of packed rows from single sequences, or why they are padded."""
 
 
+_FINDINGS: dict[tuple[str, str, Family | None], Findings] = {}
+
+
+def findings_of(config: Any, device: torch.device, family: Family | None = None) -> Findings:
+    """Return the findings of ``self_test``, which runs once in a process: a critic has the configuration of its
+    policy.
+    """
+    key = (repr(config.to_dict()), device.type, family)
+    if key not in _FINDINGS:
+        _FINDINGS[key] = self_test(config, device, family)
+    return _FINDINGS[key]
+
+
 def self_test(config: Any, device: torch.device, family: Family | None = None) -> Findings:
     """Try the family of a configuration on the device of its training, whose kernels it takes: a second or two.
 
