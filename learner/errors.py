@@ -15,6 +15,15 @@ class LearnerError(Exception):
     """Base class of the learner's errors."""
 
 
+class WrongContent(DetailedError, LearnerError):
+    """Something has other content than it must have."""
+
+    where: str
+    want: str
+    got: object
+    template = "{where}: want {want}, got {got}"
+
+
 class ConfigRefused(DetailedError, LearnerError, ValueError):
     """Settings contradict each other, or the records of an earlier start of this run."""
 
@@ -44,14 +53,10 @@ class FirstRankFailed(DetailedError, LearnerError, RuntimeError):
     template = "rank 0 could not read the model: {reason}"
 
 
-class PromptError(DetailedError, LearnerError, ValueError):
+class PromptError(WrongContent, ValueError):
     """A prompt file, or one of its rows, cannot be used."""
 
     exit_code = exit_codes.CONFIG
-    where: str
-    want: str
-    got: object
-    template = "{where}: want {want}, got {got}"
 
 
 class CannotRender(LearnerError, ValueError):
@@ -70,14 +75,10 @@ class TemplateLacks(LearnerError, ValueError):
     """The model has no chat template, or one that leaves out what rows have: no cause that is a row's own."""
 
 
-class DebugFileRefused(DetailedError, LearnerError, ValueError):
+class DebugFileRefused(WrongContent, ValueError):
     """A file of recorded samples, or a dump of a step, is missing or cannot be read."""
 
     exit_code = exit_codes.CONFIG
-    where: str
-    want: str
-    got: object
-    template = "{where}: want {want}, got {got}"
 
 
 class ReplayMismatch(DetailedError, LearnerError):
@@ -197,12 +198,9 @@ class NoProgress(DetailedError, LearnerError):
     template = "{where}: no progress in {waited_s:.0f} s; waits for: {waits_for}"
 
 
-class FeedError(DetailedError, LearnerError):
+class FeedError(WrongContent):
     """A violation of the protocol of feeder and ranks: an unknown message, a wrong frame, an unexpected step."""
 
-    where: str
-    want: str
-    got: object
     template = "{where}: want {want}, got {got!r}"
 
 
@@ -268,13 +266,10 @@ class AlarmStop(DetailedError, LearnerError):
     template = "step {step}: {alarm} (learner.algorithm.alarms: its weights are not published)"
 
 
-class NodeRefused(DetailedError, LearnerError, ValueError):
+class NodeRefused(WrongContent, ValueError):
     """A node, or the nodes together, cannot run this learner; no restart cures it."""
 
     exit_code = exit_codes.CONFIG
-    where: str
-    want: str
-    got: str
     cure: str
     template = "{where}: want {want}, got {got}; cure: {cure}"
 

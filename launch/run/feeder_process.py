@@ -3,6 +3,9 @@
 import asyncio
 import dataclasses
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,18 +131,32 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
     return EvalPlan(config=chosen, sets=sets, last_step=config.learner.steps, max_context=max_context)
 
 
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Let transformers, when it is imported, find no torch, and remember that, unless this process has torch already.
+
+    The feeder needs tokenizers alone, and torch takes 3 s of processor time and 260 MB. transformers 5.24 has no
+    setting for it: it ignores USE_TORCH.
+    """
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # the way to say that there is no such module
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+
+
 def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_new_tokens: int) -> "PromptFile":
     """Open prompts with the model's tokenizer; ``max_new_tokens``: the longest response to them. Raises PromptError."""
-    # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and
-    # 260 MB.
-    os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from tidemill.launch.checks.rows import recordings_of, row_check
     from tidemill.learner.prompts.prompt_file import PromptFile
     from tidemill.learner.prompts.rows import RowRules
     from tidemill.learner.prompts.tokenizer import model_tokenizer
 
-    with importing():
+    with importing(), without_torch():
         tokenize = model_tokenizer(
             config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args
         )

@@ -1,5 +1,5 @@
-"""Exported models: directories with adapters, digests, and the tensors of a model that no backend trains (heads for
-further tokens, MTP; parts for images and sound).
+"""Exported models: directories, digests, adapters (new ones, too), and the tensors of a model that no backend trains:
+heads for further tokens (MTP), parts for images and sound.
 
 Those stay in the files of the model with which a run began: no rank has them in memory, and no checkpoint has them by
 content. Every directory of the trained model has them again, read one at a time.
@@ -166,3 +166,12 @@ def digest_of(exported: Iterable[tuple[str, Tensor]]) -> str:
     for name, of_tensor in sorted(sums.items()):
         total.update(name.encode() + of_tensor)
     return total.hexdigest()
+
+
+def first_matrix(name: str, rank: int, columns: int) -> Tensor:
+    """Return a new A, as PEFT draws it: uniform within 1 / sqrt(columns), from a generator seeded with ``name``."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+    bound = columns**-0.5
+    return torch.empty(rank, columns, dtype=torch.float32, device="cpu").uniform_(
+        -bound, bound, generator=torch.Generator("cpu").manual_seed(seed)
+    )

@@ -53,7 +53,10 @@ NAMES = {
     "in_flight": "samples in flight: auto against the best fixed number, simulated",
     "loop": "the whole loop, against its slower half",
     "warm_start": "reward against seconds after a warm start, against RL alone in the same time (about 5 minutes)",
-    "real": "make real, against TRL: CPU seconds and memory of all processes, held-out score (about 20 minutes a seed)",
+    "real": (
+        "make real, against TRL: CPU seconds and memory of all processes, held-out score (about 20 minutes a seed); "
+        "against another checkout (--against)"
+    ),
     "learn": "samples and seconds to reward 0.9, against TRL",
 }
 

@@ -5,7 +5,7 @@ python -m tests.bench.page_browser [--rate 2000] [--processes 200] [--seconds 20
 Chromium shows one page after the other; a line for each has the seconds to the first drawn chart (median of
 ``--loads`` loads in a row, each beside one of the floor: one request of the same server, one canvas), the requests and
 bytes until then, times of frames (drawing, without layout), the processor time of the page's thread and of the page's
-server, the JavaScript heap, and the resident memory of the page's process, of which the browser itself takes most.
+server, the JavaScript heap, and the page's process: memory that it shares with no other.
 """
 
 import argparse
@@ -142,9 +142,9 @@ def first_chart(reader: Reader, name: str, session: Any, args: argparse.Namespac
 
 
 def renderer_bytes() -> int:
-    """Return the resident memory of the largest process in which this browser shows pages."""
+    """Return the memory, shared with no other process, of the largest process in which this browser shows pages."""
     processes = psutil.Process().children(recursive=True)
-    return max(process.memory_info().rss for process in processes if "--type=renderer" in process.cmdline())
+    return max(process.memory_full_info().uss for process in processes if "--type=renderer" in process.cmdline())
 
 
 def _metrics(session: Any) -> dict[str, float]:

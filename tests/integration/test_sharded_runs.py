@@ -13,7 +13,7 @@ import pytest
 
 from tests.data_kit import sample
 from tests.feeder_kit import World
-from tests.integration.test_bus_shards import of_shard, started
+from tests.integration.test_bus_shards import forked_readers, of_shard, started
 from tests.integration.test_evaluation import EXPECTED, evaluated, plan, respond, summary
 from tests.integration.test_feeder import OpenWorld, check_history, open_world
 from tests.integration.test_filters import filtered_by
@@ -26,7 +26,7 @@ from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import FeederFailed
 from tidemill.learner.feed.shard_readers import ReaderEnded
 
-__all__ = ["open_world", "started"]
+__all__ = ["forked_readers", "open_world", "started"]
 HARD, SHORT = 0, 5  # Labels of prompts: no sample of it scores, and one sample of its group is missing
 RUN = {"sample_shards": 2, "steps": 8, "group_size": 3, "max_tokens_per_micro_batch": 32, "min_group_size": 2}
 

@@ -213,6 +213,9 @@ def test_keyboard_filter_and_quoted_tokens(address: str, browser: Any) -> None:
         assert page.input_value("input[type=search]") == "reward=0 task=2"
         reader.show("samples&filter=step%3D2")
         reader.wait("() => document.querySelectorAll('[aria-label=Samples] tbody tr').length === 4")
+        rows = "[...document.querySelectorAll('[aria-label=Samples] tbody tr')]"
+        outcomes = f"{rows}.map(row => row.cells[8].textContent)"
+        assert page.evaluate(outcomes) == ["trained"] * 4
         reader.show("samples")
         page.fill("input[aria-label^='go to']", "#3")
         page.keyboard.press("Enter")

@@ -54,6 +54,16 @@ def test_light_modules_load_nothing_heavy() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_the_tokenizer_of_a_feeder_loads_no_torch() -> None:
+    code = (
+        "import sys\nfrom tidemill.launch.run.feeder_process import without_torch\n"
+        "with without_torch():\n    from transformers import AutoTokenizer, PreTrainedTokenizerFast\n"
+        "assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_printed_tree_has_a_role_for_every_file() -> None:
     """A file without a docstring would be a line that says nothing."""
     lines = [line for line in tree() if line.startswith("  ")]

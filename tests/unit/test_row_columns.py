@@ -488,8 +488,7 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
     # Without transformers, which this would load for the whole process as one that finds no torch.
     tokenizer = PromptTokenizer(lambda *_: [1], lambda ids: "a", None, chat=False, template_args={})
     monkeypatch.setattr("tidemill.learner.prompts.tokenizer.model_tokenizer", lambda *_, **__: tokenizer)
-    for name in ("USE_TORCH", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with pytest.raises(PromptError) as refused:  # the learner reads all rows, whatever was checked
         feeder_process.open_prompts(loaded.config, loaded.config.eval.sets["held"].data(loaded.config.data), 256, 16)
     assert complaint in str(refused.value)

@@ -7,7 +7,7 @@ torch only where tensors are touched.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
@@ -168,3 +168,12 @@ def count_of(value: object, where: str, want: str = "a number >= 0") -> int:
         return msgspec.convert(value, _Count)
     except msgspec.ValidationError:
         raise BadManifest(where, want, repr(value)) from None
+
+
+def unconverted_names(
+    names: Iterable[str], stored: Collection[str], renamed: Callable[[str], Collection[str]]
+) -> frozenset[str]:
+    """Return the names in memory that the files have, too (``stored``), and that the library would rename all the same
+    (``renamed``). Its renaming of the experts' module, reversed, takes the dense layers of kimi_linear for experts.
+    """
+    return frozenset(name for name in names if name in stored and not all(other in stored for other in renamed(name)))

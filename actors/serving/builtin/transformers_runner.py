@@ -39,8 +39,7 @@ from tidemill.actors.serving.builtin.shape import ModelFacts, ModelShape
 from tidemill.actors.serving.builtin.transformers_cache import RowCache, prefill_cache
 from tidemill.actors.serving.builtin.weights import weight_files
 from tidemill.rewards.model_text import EndTokens
-from tidemill.weightstore.format.kept_names import kept_names
-from tidemill.weightstore.format.manifest import Bucket
+from tidemill.weightstore.format.manifest import Bucket, unconverted_names
 from tidemill.weightstore.store import snapshot_files
 
 SELF_TEST_TOKENS = (3, 9)
@@ -62,8 +61,8 @@ class TransformersWeights:
         kept: frozenset[str],
         order: Sequence[str] = (),
     ) -> None:
-        """``kept``: names that are not converted (``kept_names``). Raises UnsupportedModel for a model whose files are
-        not made of views of its tensors.
+        """``kept``: names that are not converted (``unconverted_names``). Raises UnsupportedModel for a model whose
+        files are not made of views of its tensors.
         """
         self.model = model.requires_grad_(False).eval()
         self.dtype, self.device, self.order, self.unused = model.dtype, model.device, tuple(order), unused
@@ -217,7 +216,9 @@ def load_transformers_model(model_dir: Path, *, dtype: torch.dtype, device: torc
     if missing := sorted(info["missing_keys"]):
         raise UpdateRefused(f"{model_dir}: {len(missing)} tensors are missing, among them {missing[0]}")
     tensors, stored = model.state_dict(), dict(_shapes(model_dir))
-    kept = kept_names(tensors, stored, lambda name: revert_weight_conversion(model, {name: tensors[name].to("meta")}))
+    kept = unconverted_names(
+        tensors, stored, lambda name: revert_weight_conversion(model, {name: tensors[name].to("meta")})
+    )
     weights = TransformersWeights(model.to(device), unused={}, kept=kept)
     known = weights.with_alias()
     weights.unused = {name: shape for name, shape in stored.items() if name not in known}

@@ -16,7 +16,8 @@ const COLUMNS_OF_SAMPLE = {
   lag: (row) => count(row.lag),
   versions: (row) => versions(row.versions),
   tokens: (row) => count(row.tokens),
-  state: (row) => (row.status === "completed" ? row.fate || row.status : row.status),
+  status: (row) => row.status ?? "—",
+  outcome: (row) => (row.kind === "eval" ? "evaluation" : row.fate || "—"),
   response: (row) => el("td.text", { dir: "auto" }, row.response == null ? "—" : oneLine(row.response)),
 };
 

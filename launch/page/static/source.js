@@ -127,7 +127,7 @@ export function matcher(text) {
     if (name === "version")
       return row.versions != null && row.versions[0] <= Number(value) && Number(value) <= row.versions[1];
     if (name === "text") return `${row.prompt}\n${row.response}`.toLowerCase().includes(value.toLowerCase());
-    if (name === "fate") return String(row.fate).startsWith(value);
+    if (name === "fate") return (row.fate ?? "unknown").includes(value);
     if (["kind", "actor", "engine"].includes(name)) return row[name] === value;
     throw new AnswerError(400, `filter: an exported file knows no word ${name}`);
   };

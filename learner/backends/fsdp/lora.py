@@ -20,6 +20,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.backends.fsdp.model import FsdpModel
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.optimizer import LoraConfig, Tuning, is_frozen
+from tidemill.learner.trainer.exports import first_matrix
 from tidemill.weightstore.format.adapters import WEIGHTS, matrices_of, merged
 from tidemill.weightstore.format.checksums import sum64
 
@@ -161,15 +162,6 @@ class Adapters:
     def names(self, letter: str = "") -> list[str]:
         """Return the names of the parameters of all adapters, or of those of one ``letter`` (A or B)."""
         return [name for name, _ in self._root.transformer.named_parameters() if f"{MARK}{letter}" in name]
-
-
-def first_matrix(name: str, rank: int, columns: int) -> Tensor:
-    """Return a new A, as PEFT draws it: uniform within 1 / sqrt(columns), from a generator seeded with ``name``."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
-    bound = columns**-0.5
-    return torch.empty(rank, columns, dtype=torch.float32, device="cpu").uniform_(
-        -bound, bound, generator=torch.Generator("cpu").manual_seed(seed)
-    )
 
 
 def _whole(module: Adapted) -> tuple[Tensor, Tensor]:

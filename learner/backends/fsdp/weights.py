@@ -25,7 +25,7 @@ from tidemill.learner.backends.fsdp.opening import encoding_of, plain_config, wi
 from tidemill.learner.checkpoints.decoding import decoded_files
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.model_files import beside_text_in, stored_in
-from tidemill.weightstore.format.kept_names import kept_names
+from tidemill.weightstore.format.manifest import unconverted_names
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class FileForm:
             conversions=tuple(model._weight_conversions),
             wide=wide_names(directory),
             names=frozenset(name for name, _ in named_tensors(model)),
-            kept=kept_names(weights, stored_in(directory), renamed),
+            kept=unconverted_names(weights, stored_in(directory), renamed),
         )
 
     def export(

@@ -37,6 +37,7 @@ from tidemill.learner.backends.megatron.layers.dense import FrozenColumn, Frozen
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel, of_all_stages, values_of_stages
 from tidemill.learner.settings.optimizer import LoraConfig
+from tidemill.learner.trainer.exports import first_matrix
 from tidemill.weightstore.format.adapters import WEIGHTS, matrices_of, merged
 from tidemill.weightstore.format.checksums import sum64
 
@@ -257,7 +258,7 @@ class MegatronAdapters:
             """Return this rank's columns of a new A: the same whole matrix for every layout."""
             is_split = "lora_A_" in module._SPLIT
             all_columns = columns * (self._parallel.tp_size if is_split else 1)
-            a_RI = _first(f"{seed} {parent[target]}", self.config.rank, all_columns)
+            a_RI = first_matrix(f"{seed} {parent[target]}", self.config.rank, all_columns)
             return a_RI.chunk(all_columns // columns, dim=1)[self._parallel.tp_rank if is_split else 0].clone()
 
         module.add(parts, groups, self.config, first)
@@ -378,13 +379,4 @@ def _parts(layer: Any, targets: list[str], config: LoraConfig) -> tuple[_Part, .
     return tuple(
         _Part(target=one, width=width, trained=one in config.targets)
         for one, width in zip(targets, widths, strict=True)
-    )
-
-
-def _first(name: str, rank: int, columns: int) -> Tensor:
-    """Return a new A, as PEFT draws it: uniform within 1 / sqrt(columns), from a generator seeded with ``name``."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
-    bound = columns**-0.5
-    return torch.empty(rank, columns, dtype=torch.float32, device="cpu").uniform_(
-        -bound, bound, generator=torch.Generator("cpu").manual_seed(seed)
     )
