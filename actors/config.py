@@ -22,7 +22,7 @@ from tidemill.bus.section import (
     short,
 )
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.rewards.port import SCORE, RewardParts, fits
+from tidemill.rewards.part_settings import SCORE, RewardParts, fits
 
 OF_RANKS = (
     ("tp_size", "tensor_parallel_size", "tp"),

@@ -1,5 +1,5 @@
-"""The interface of rewards and of users' other functions: what one gets and gives, how that is written for another
-process, and the settings of a sum of rewards (``reward_parts``).
+"""The interface of rewards and of users' other functions: what one gets and gives, and how that is written for another
+process.
 
 A reward is a function from one finished response to a number. There is one contract for rewards
 (``rewards/registry.py``), one for rewards of groups, and one for the filters of the learner
@@ -10,14 +10,11 @@ import base64
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
-from pydantic.json_schema import SkipJsonSchema
 
-from tidemill.bus.section import Sections, section, short
 from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Status
@@ -117,35 +114,3 @@ def contract_at(path: str) -> Contract:
     """Return the contract at an import path."""
     contract: Contract = find_object(path)
     return contract
-
-
-SCORE = "score"
-
-
-@section
-@dataclass(frozen=True, kw_only=True)
-class RewardPart:
-    """One reward of a sum, an entry of ``actor.reward_parts``."""
-
-    name: SkipJsonSchema[str] = field(default="", init=False)
-    reward: str
-    """Name or import path."""
-    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
-    """Factor of its score in the sum; 0 = it is only recorded."""
-    options: JsonObject = field(default_factory=dict)
-    """Passed to the reward."""
-    when: JsonObject = field(default_factory=dict)
-    """Metadata that a sample must have for this part to apply; empty = any."""
-
-    def applies(self, metadata: JsonMapping) -> bool:
-        """Return whether this part is for a sample with such metadata."""
-        return fits(self.when, metadata)
-
-
-# The parts by name; one that is a text alone is the name of its reward
-RewardParts = Sections[Annotated[RewardPart, short("reward", RewardPart)]]
-
-
-def fits(when: JsonMapping, metadata: JsonMapping) -> bool:
-    """Return whether metadata has every value of a setting ``when``."""
-    return all(metadata.get(key) == value for key, value in when.items())

@@ -17,7 +17,8 @@ from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import ASKING as ASKING_OF_GROUPS
 from tidemill.rewards.group import GROUP, GroupRequest, Reward
 from tidemill.rewards.group import TABLE as TABLE_OF_GROUPS
-from tidemill.rewards.port import SCORE, RewardPart, RewardRequest, Scorer
+from tidemill.rewards.part_settings import SCORE, RewardPart
+from tidemill.rewards.port import RewardRequest, Scorer
 from tidemill.rewards.processes.pool import FunctionProcesses
 from tidemill.rewards.registry import IN_THREAD, REWARD, TABLE, bind, checked, is_unbounded, load
 

@@ -34,7 +34,8 @@ from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.messages import Kind, Sample, Status, Task, Timings
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest
-from tidemill.rewards.port import Contract, RewardRequest, Scorer, fits
+from tidemill.rewards.part_settings import fits
+from tidemill.rewards.port import Contract, RewardRequest, Scorer
 from tidemill.rewards.registry import REWARD
 from tidemill.rewards.remote import MAX_ANSWER_BYTES
 from tidemill.rewards.scorers import GroupScorer

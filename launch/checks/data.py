@@ -32,7 +32,7 @@ from tidemill.learner.prompts.rows import (
     with_responses,
 )
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
-from tidemill.rewards.port import fits
+from tidemill.rewards.part_settings import fits
 
 SETTING = "data.path"
 CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"

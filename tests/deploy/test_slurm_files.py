@@ -9,7 +9,7 @@ import pytest
 
 from tests.waits import LIMIT_S
 from tidemill.launch.cli import main as cli
-from tidemill.launch.deploy.slurm import TEMPLATES, Jobs, Place, changed_settings, files
+from tidemill.launch.cli.slurm import TEMPLATES, Jobs, Place, changed_settings, files
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.run_paths import CONFIGS

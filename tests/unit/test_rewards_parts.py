@@ -19,7 +19,8 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.port import RewardParts, RewardRequest
+from tidemill.rewards.part_settings import RewardParts
+from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.scorers import opened_parts
 
 TWO = {
