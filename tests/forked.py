@@ -143,9 +143,9 @@ def _with_pipe(main: Callable[..., Any], arguments: tuple[Any, ...], descriptor:
 
 
 def completed(command: Sequence[str], **_: Any) -> "subprocess.CompletedProcess[str]":
-    """Fork ``python -m MODULE WORDS`` in the place of ``subprocess.run``, with text in its pipes, and wait for it."""
-    python, option, module, *words = command
-    assert (python, option) == (sys.executable, "-m")
+    """Fork ``python -P -m MODULE WORDS`` in place of ``subprocess.run``, with text in its pipes, and wait for it."""
+    module, *words = command[3:]
+    assert list(command[:3]) == [sys.executable, "-P", "-m"]
     with tempfile.TemporaryDirectory(prefix="tidemill-forked-") as directory:
         output, errors = Path(directory) / "output", Path(directory) / "errors"
         code = Forked.module(module, words, output, errors=errors).wait()

@@ -296,7 +296,7 @@ class Updates(ABC):
 
 
 def require_new(names: Iterable[str], model_names: Collection[str], announced: Collection[str]) -> None:
-    """Raise UpdateRefused unless the model has tensors of these names (``known``), and none was announced before."""
+    """Raise UpdateRefused unless the model has tensors of these names, and none was announced before."""
     taken_names = set(announced)
     for name in names:
         if name not in model_names:

@@ -1,7 +1,7 @@
 """A backup of a run: the store of its bus and its checkpoints at one instant, in a directory that a run can go on from.
 
     tidemill backup                               bus process, which looks every 0.2 s
-      asks (bus_requests.py)  ---------------->   servers stop -> store copied, checkpoints linked -> servers start
+      asks (run/directory.py)  --------------->   servers stop -> store copied, checkpoints linked -> servers start
       waits for the answer  <------------------   digests of the copy, then backup.json
 
 While the servers are stopped nothing is stored: the copy has a sample together with the ack of its task and the record

@@ -1,1 +1,1 @@
-"""Commands that read samples: ``tidemill tail``, ``show``, ``replay`` and ``archive``. They do not affect training."""
+"""Samples read, searched and written as text, for ``tidemill tail``, ``show``, ``replay`` and ``archive``."""

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+DELTA_BOUND = 20.0
+"""Log-ratios are clamped to +-20 before exp: e^20 is outside every clip, and finite. Source: verl's SAFETY_BOUND."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
@@ -77,10 +80,6 @@ def given(values: Tensor | None) -> Tensor:
     """Return log-probs, entropies or scores that the config needs, so that the caller has computed them."""
     assert values is not None, "an input that the config needs is missing"
     return values
-
-
-DELTA_BOUND = 20.0
-"""Log-ratios are clamped to +-20 before exp: e^20 is outside every clip, and finite. Source: verl's SAFETY_BOUND."""
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:

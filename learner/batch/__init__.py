@@ -1,1 +1,1 @@
-"""The batch of a step: arrays of its samples for every rank, and their frames."""
+"""The batch of a step: arrays of its samples for every rank."""

@@ -3,8 +3,8 @@
 Everything per token is *target-aligned*: index t of a row describes the token at t + 1 (its log-prob comes from the
 logits at t). Shape letters: T = tokens of a packed micro-batch (padding included), S = sequences packed in it, N =
 samples (episodes) of the step on all ranks, M = their token sequences, C = their turns, K = tokens that a teacher
-listed at each position. Knows numpy, no torch, no bus. ``batching.py`` makes batches of samples, ``frames.py`` encodes
-them.
+listed at each position. Knows numpy, no torch, no bus. ``batching.py`` makes batches of samples, ``encode_batch`` of
+``learner/feed/feed_messages.py`` their frames.
 """
 
 from dataclasses import dataclass, field, replace

@@ -33,6 +33,8 @@ SLOW_S = 1.0
 """Seconds between two tasks while no usable sample arrives."""
 _IDLE_S = 60.0
 """Longest sleep while there is nothing to write."""
+UNTRAINED_SHARE = 0.1
+"""Share of ``learner.failing_s`` after which a run ends that has trained no step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +131,6 @@ def describe_invalid(sample: SampleIndex | Unusable, reason: str) -> str:
 async def refused_before(bus: Bus) -> tuple[str, ...]:
     """Return the actors that an earlier start of the feeder has refused and that have sent no usable sample since."""
     return tuple(str(row.get("actor", "")) for row, _ in (await bus.rows("run").all(REFUSED_KEY)).values())
-
-
-UNTRAINED_SHARE = 0.1
-"""Share of ``learner.failing_s`` after which a run ends that has trained no step."""
 
 
 class FailingTasks:

@@ -1,1 +1,1 @@
-"""Checkpoints on the disks of one or more nodes: directories, manifests, digests; torch in ``staged_files`` alone."""
+"""Checkpoints on the disks of one or more nodes: directories, manifests, digests; and files of other programs."""

@@ -27,6 +27,9 @@ from tidemill.learner.feed.feeder_settings import FeederSettings
 from tidemill.learner.feed.restart import Restored
 from tidemill.learner.prompts.prompt_file import Drawn, PromptFile, sampler_seed
 
+LOOK_AGAIN_S = 5.0
+"""Longest sleep of the loop, which is normally woken."""
+
 
 class Curriculum:
     """The prompts that are left out. A pure state machine.
@@ -73,10 +76,6 @@ class Curriculum:
     def load(self, state: Sequence[Sequence[int]]) -> None:
         """Replace the state by one that ``dump`` has returned."""
         self._left_out = {int(row): int(epoch) for row, epoch in state}
-
-
-LOOK_AGAIN_S = 5.0
-"""Longest sleep of the loop, which is normally woken."""
 
 
 class Pace:

@@ -41,6 +41,7 @@ from tidemill.learner.feed.restart import verified
 from tidemill.weightstore.store.registry import VersionRegistry
 
 _AT_ONCE = 32  # Samples that are requested at a time
+log = logging.getLogger(__name__)
 
 
 class ShadowSteps:
@@ -90,9 +91,6 @@ class ShadowSteps:
             if task.budget is not None and task.budget.tokens:
                 limits[task_id] = task.budget.tokens
         return limits
-
-
-log = logging.getLogger(__name__)
 
 
 async def run_recorded_feeder(settings: FeederSettings, draining: asyncio.Event) -> None:

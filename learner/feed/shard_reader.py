@@ -32,6 +32,11 @@ from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.sample_transfer import SampleServer
 
 _LENGTH = struct.Struct(">I")
+BUS_WAIT_S = 300.0
+_BEAT_S = 1.0
+_MOST_ROWS, _MOST_BYTES = 128, 1 << 20
+_FLUSH_S = 0.05
+"""Longest time that the index of a sample waits for others: the feeder is woken once for all of them."""
 
 
 class ReadRequest(msgspec.Struct, kw_only=True):
@@ -105,13 +110,6 @@ async def next_request(stream: asyncio.StreamReader) -> ReadRequest:
 async def next_released(stream: asyncio.StreamReader) -> list[int]:
     """Return sequences of samples that no rank needs any more."""
     return _SEQS.decode(await next_frame(stream))
-
-
-BUS_WAIT_S = 300.0
-_BEAT_S = 1.0
-_MOST_ROWS, _MOST_BYTES = 128, 1 << 20
-_FLUSH_S = 0.05
-"""Longest time that the index of a sample waits for others: the feeder is woken once for all of them."""
 
 
 def entry_of(received: Received, options: ReadOptions) -> SampleIndex | Unusable:

@@ -29,6 +29,10 @@ from tidemill.weightstore.store.snapshot_files import ASIDE, rename_into_place
 
 log = logging.getLogger(__name__)
 
+ADAPTER = "adapter"
+"""Directory of the adapters inside that of the merged model: beside the model's files, libraries would load them on top
+of it.
+"""
 _NAMES = {code: name for name, code in snapshot_files.CODES.items()}
 DIGEST_BYTES = 65_536
 """Bytes of each tensor that its digest is computed of, at most."""
@@ -134,12 +138,6 @@ def _read(stored: StoredTensor, name: str) -> Tensor:
     with safe_open(stored.file, framework="pt") as tensors:
         tensor: Tensor = tensors.get_tensor(name)
     return tensor
-
-
-ADAPTER = "adapter"
-"""Directory of the adapters inside that of the merged model: beside the model's files, libraries would load them on top
-of it.
-"""
 
 
 def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: LoraConfig, model_dir: Path) -> None:

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
@@ -165,6 +166,21 @@ def test_modules_are_found_in_the_directory_a_command_is_started_in(tmp_path: Pa
     result = subprocess.run(
         command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_module_runs_beside_files_named_like_pythons_own(tmp_path: Path) -> None:
+    """As from a wheel (-S): the finder of an editable installation would have imported some of them before."""
+    package = tmp_path / "site/tidemill"
+    package.mkdir(parents=True)
+    rooms = (ROOT / name for name in ("actors", "bus", "launch", "learner", "rewards", "weightstore"))
+    for path in (*(ROOT / "launch/tidemill").glob("*.py"), *rooms):
+        (package / path.name).symlink_to(path)
+    for name in ("typing", "enum", "queue", "json", "bus"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError(__name__)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package.parent), sysconfig.get_path("purelib")])}
+    command = [sys.executable, "-S", "-m", "tidemill", "--help"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
 
 

@@ -3,6 +3,8 @@ start.
 """
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from tests.check_kit import write_run
 from tests.forked import completed
 from tests.refusals import refusal
 from tests.tiny_models import DENSE, EXPERTS, tiny_config
+from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.bus.wire.model_values import sparse_layers
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
@@ -255,6 +259,19 @@ def test_a_bridge_of_ones_own_is_looked_for_and_takes_another_family(
     assert "transformers cannot read it" in found and "use engine.kind: sglang" in found
     [found] = model_errors(tmp_path / "e", sglang, bridge + "Pond", "learner.pipeline_parallel=5", model_type="pond")
     assert "num_hidden_layers: want a multiple of learner.pipeline_parallel = 5" in found
+
+
+def test_row_sizes_are_read_beside_files_named_like_pythons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of the user's own is found in the working directory, and may print; the others would raise."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path)])
+    for name in ("json", "types", "actors"):
+        Path(f"{name}.py").write_text("raise RuntimeError(__name__)\n")
+    Path("lake_family.py").write_text("print('hello')\n")
+    with refusal(UnsupportedModel, where="learner.family", reason=re.compile("lake_family has no 'LAKE'")):
+        read_row_sizes(tmp_path, "lake_family:LAKE")
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""A push of a new version from the learner to all engines."""
+"""A push of a new version from the learner to all engines, and its snapshots for engines that join late."""

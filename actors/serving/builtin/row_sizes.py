@@ -4,6 +4,7 @@ The child makes the model on torch's ``meta`` device, which has shapes and no me
 cache that it leaves has the sizes of every kind of layer, which no formula here repeats.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -35,7 +36,8 @@ def read_row_sizes(model_dir: Path, family: str = "") -> Mapping[str, RowSizes]:
 
     Raises UnsupportedModel for a model that transformers cannot run here.
     """
-    command = [sys.executable, "-m", "tidemill.actors.serving.builtin.row_sizes", str(model_dir), family]
+    # -P, and the module search path of this process: modules of the working directory come last, or not at all.
+    command = [sys.executable, "-P", "-m", __name__, str(model_dir), family, json.dumps(sys.path)]
     try:
         done = execute(command, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired as error:
@@ -44,7 +46,8 @@ def read_row_sizes(model_dir: Path, family: str = "") -> Mapping[str, RowSizes]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise UnsupportedModel(str(model_dir), f"transformers cannot make it: {last}")
-    read = msgspec.json.decode(done.stdout, type=SizesRead)
+    # The module of a family may print while it is imported.
+    read = msgspec.json.decode(done.stdout.rpartition("\n")[2], type=SizesRead)
     if read.reason:
         raise UnsupportedModel(read.where, read.reason)
     return read.sizes
@@ -76,8 +79,9 @@ def print_sizes(model_dir: Path, family: str) -> None:
         read = SizesRead(where="learner.family", reason=str(error))
     except UnsupportedModel as error:
         read = SizesRead(where=error.where, reason=error.reason)
-    sys.stdout.write(msgspec.json.encode(read).decode())
+    sys.stdout.write("\n" + msgspec.json.encode(read).decode())
 
 
 if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[3])
     print_sizes(Path(sys.argv[1]), sys.argv[2])

@@ -21,6 +21,12 @@ from tidemill.learner.layout.sizes import OFFLOADED_AT_ONCE
 from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.learner.trainer.optimizer import Optimizer, add_momentum, orthogonal
 
+ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+"""Tensors of the state of a weight, each of its shape: with Adam, and with SGD or Muon."""
+SUMMED = 4096
+"""Squares that are added up in float32."""
+SMALL = 1.0e-6  # Megatron's addition to the norm in the factor of clipping
+
 
 class Muon(torch.optim.AdamW):
     """AdamW of torch, and Muon for the groups with ``muon``. Its parameters are this rank's parts of the weights."""
@@ -69,13 +75,6 @@ class Muon(torch.optim.AdamW):
     def _part_of(self, weight: Tensor, whole: Tensor) -> Tensor:
         [chunk] = weight.__create_chunk_list__()  # type: ignore[attr-defined]
         return whole[tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))]
-
-
-ADAM, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
-"""Tensors of the state of a weight, each of its shape: with Adam, and with SGD or Muon."""
-SUMMED = 4096
-"""Squares that are added up in float32."""
-SMALL = 1.0e-6  # Megatron's addition to the norm in the factor of clipping
 
 
 class FsdpOptimizer(Optimizer):

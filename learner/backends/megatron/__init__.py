@@ -1,0 +1,1 @@
+"""Models of Megatron-core, divided over the ranks by tensors, layers, sequences and experts."""

@@ -47,6 +47,9 @@ from tidemill.learner.settings.optimizer import MUON, OptimizerConfig
 from tidemill.learner.trainer.optimizer import Optimizer, add_momentum, orthogonal
 
 _LAYERS = "decoder.layers."
+DECOUPLED = ("adamw", MUON)
+"""Optimizers whose weight decay is no part of the gradient."""
+PIECES = "optimizer_pieces"  # place of the optimizer's state in the content of a checkpoint, where it is in pieces
 
 
 def matrices_of(policy: MegatronPolicy) -> dict[Tensor, str]:
@@ -155,11 +158,6 @@ def torch_optimizers() -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
-
-
-DECOUPLED = ("adamw", MUON)
-"""Optimizers whose weight decay is no part of the gradient."""
-PIECES = "optimizer_pieces"  # place of the optimizer's state in the content of a checkpoint, where it is in pieces
 
 
 class MegatronOptimizer(Optimizer):

@@ -61,6 +61,10 @@ from tidemill.learner.trainer.checkpoint_facts import (
 )
 from tidemill.learner.trainer.critic import Critic
 
+log = logging.getLogger(__name__)
+
+KIND = "megatron"
+
 
 class StagedSave(TorchDistSaveShardedStrategy):
     """Save strategy for ``dist_checkpointing.save`` that writes nothing: ``staged`` has the tensors. Collective."""
@@ -106,11 +110,6 @@ class PeerLoad(TorchDistLoadShardedStrategy):
         loaded = _replace_sharded_keys_with_state_dict_keys(plain, flat, names)
         _restore_dict_types(loaded, sharded_state_dict)
         return loaded
-
-
-log = logging.getLogger(__name__)
-
-KIND = "megatron"
 
 
 def stage(
