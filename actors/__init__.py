@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tidemill import public_names
+from tidemill.bus.public_names import public_names
 
 if TYPE_CHECKING:
     from tidemill.actors.config import EngineConfig
