@@ -899,6 +899,9 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
         assert f"{full} is 86 % full: readers slow are left behind at 3" in caplog.text
         places = await Cursors(bus).all()
         assert {name: place.given_up for name, place in places.items()} == {"slow": True, "quick": False}
+        for dead_share, fullness in ((0.84, 0.1), (0.86, 0.86)):  # letters are trimmed from 0.85 on, not before
+            outcomes._used = {"TASKS": 0.1, "DEAD": dead_share}
+            assert outcomes.records_fullness == fullness
         await server.close()
 
 
