@@ -101,8 +101,9 @@ class FencedWriter(Generic[R]):
         return (await self.append_all([(subject, payload)]))[0]
 
     async def append_all(self, messages: Sequence[tuple[str, bytes]]) -> list[int]:
-        """Append messages, each a subject and a payload, in one round trip; as ``append``. None is sent if one is too
-        large.
+        """Append messages, each a subject and a payload, in order; as ``append``. None is sent if one is too large.
+
+        A stream without copies gets them in one round trip.
         """
         assert self.epoch, f"{self._stream}: fence() comes before the first message"
         for subject, payload in messages:
@@ -117,7 +118,9 @@ class FencedWriter(Generic[R]):
                 if ready:  # A foreign message may have the place of the one before it, which must not be left out.
                     headers[subjects.EXPECTED_LAST_ID] = ready[-1][2][subjects.MESSAGE_ID]
                 ready.append((subject, payload, headers))
-            acks = await self._jet.outbox.attempt_all(ready) if len(ready) > 1 else [None]
+            # A replicated stream of nats-server 2.15 that refuses a part of a batch stores no message any more.
+            is_sent = len(ready) > 1 and self._jet.config.copies == 1
+            acks = await self._jet.outbox.attempt_all(ready) if is_sent else [None] * len(ready)
             seqs = []
             for (subject, payload, headers), ack in zip(ready, acks, strict=True):
                 if ack is not None:

@@ -155,7 +155,7 @@ class TaskQueue:
         return (await self.issue_all([task]))[0]
 
     async def issue_all(self, tasks: Sequence[Task]) -> list[int]:
-        """Store tasks in order, in one round trip, and return their ids; as ``issue``. None if one is too large."""
+        """Store tasks in order, and return their ids; as ``issue``. None is stored if one is too large."""
         for task in tasks:
             if task.epoch != self._writer.epoch:
                 raise WireError("epoch", f"the fenced epoch {self._writer.epoch}", task.epoch)

@@ -14,7 +14,7 @@ from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Prompt, Requeue
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import change, look
 from tidemill.launch.samples.text import plain, to_json
-from tidemill.learner.feed.history import read_history
+from tidemill.learner.feed.history import shown_history
 
 ANSWER_S = 5.0  # Seconds to wait for the learner's records of a decision
 PROMPT_SHOWN = 72  # Maximum number of characters shown of a prompt
@@ -53,7 +53,7 @@ async def show_dead(bus: Bus, args: argparse.Namespace) -> int:
             attempts = f"{letter.attempts} attempts, last by {plain(letter.actor or 'unknown')}"
             console.print(f"task {letter.task}{shown}: {attempts}: {plain(letter.reason)}", markup=False)
             console.print(f"    {plain(_short(letter.prompt))}", style="dim", markup=False)
-    if not args.json and (removed := (await read_history(bus)).letters):
+    if not args.json and (removed := (await shown_history(bus)).letters):
         console.print(f"{removed} older ones were removed, because DEAD was almost full (bus.quota_bytes)")
     if not chosen and not args.json:
         reason = f" with {args.reason!r} in its reason" if args.reason else ""

@@ -29,7 +29,7 @@ from tidemill.launch.run.run_facts import Pace
 from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS
-from tidemill.learner.feed.history import read_history
+from tidemill.learner.feed.history import shown_history
 
 _FULL_READ_S = 10.0  # Seconds for the reads while the bus stores nothing
 _MOST_NAMES = 6  # Largest number of fields, and of actors, of invalid samples that are named
@@ -200,7 +200,7 @@ class _Plans:
 
 
 async def _read_plans(bus: Bus) -> _Plans:
-    history = await read_history(bus)
+    history = await shown_history(bus)
     removed_to = 0 if history.removed is None else history.removed.seq
     plans = _Plans(
         removed_tasks=history.trained_tasks + sum(history.given_up.values()),

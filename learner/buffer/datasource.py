@@ -388,9 +388,9 @@ class DataSource:
     def restore(cls, rules: DataRules, data: bytes, *, epoch: int = 0) -> "DataSource":
         """Return a DataSource with the state of a snapshot.
 
-        The caller then registers the tasks after ``task_floor``, dead tasks, versions and head, adds the samples from
-        ``cursor()``, and applies the records after ``plan_seq``. Raises ConfigRefused if the identity of the run
-        differs, ReplayMismatch for another schema.
+        The caller then registers the tasks after ``task_floor``, versions and head, adds the samples from ``cursor()``,
+        marks dead tasks behind their samples, and applies the records after ``plan_seq``. Raises ConfigRefused if the
+        identity of the run differs, ReplayMismatch for another schema.
         """
         state = read_state(data)
         # Files of prompts are compared by their planned rows, where the snapshot has them.

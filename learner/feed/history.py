@@ -36,10 +36,15 @@ async def read_history(bus: Bus) -> HistoryRow:
     return HistoryRow() if row is None else row_of(HistoryRow, row[0])
 
 
+async def shown_history(bus: Bus) -> HistoryRow:
+    """Return the summary for a viewer: one that cannot be read is empty, and counted as refused."""
+    row, _ = await bus.rows("run").read(HISTORY_KEY)
+    return HistoryRow() if row is None else row_of(HistoryRow, row)
+
+
 async def removed_steps(bus: Bus) -> int:
     """Return the last step whose records are removed; 0 where none are, or where the summary cannot be read."""
-    row, _ = await bus.rows("run").read(HISTORY_KEY)
-    removed = None if row is None else row_of(HistoryRow, row).removed
+    removed = (await shown_history(bus)).removed
     return 0 if removed is None else removed.step
 
 

@@ -109,9 +109,9 @@ class TaskIssuer:
         self.waiter = Waiter()
         """Woken when another task may be admitted."""
         self._pace = Pace(settings.places.bus.tasks_per_s)
-        most = min(EARLY_IDS, EARLY_SAMPLES // settings.learner.group_size) // 2
-        self._most_at_once = 1 if settings.places.bus.tasks_per_s else max(1, most)
-        """Half as many as the DataSource keeps samples of before they are registered."""
+        most, bus_config = min(EARLY_IDS, EARLY_SAMPLES // settings.learner.group_size) // 2, settings.places.bus
+        self._most_at_once = 1 if bus_config.tasks_per_s or bus_config.copies > 1 else max(1, most)
+        """Half as many as the DataSource keeps samples of before they are registered; 1 where each is a round trip."""
         self.stopped = False
         """True once the last step is known: no further task is issued."""
 

@@ -162,9 +162,10 @@ async def _refuse_lost_tasks(bus: Bus, source: DataSource, records: Sequence[Pla
 
 
 async def _register_tasks(bus: Bus, source: DataSource, planned: PlannedRows) -> tuple[dict[int, int], list[Task]]:
-    """Register the open and the dead tasks in the source. Raises ConfigRefused for a task whose row has changed.
+    """Register the open tasks in the source. Raises ConfigRefused for a task whose row has changed.
 
-    Returns the versions at which tasks were issued, with their steps, and the evaluation tasks.
+    Dead ones are marked later, behind their samples (``Intake.follow_dead``). Returns the versions at which tasks were
+    issued, with their steps, and the evaluation tasks.
     """
     now = time.monotonic()
     versions: dict[int, int] = {}
@@ -176,9 +177,6 @@ async def _register_tasks(bus: Bus, source: DataSource, planned: PlannedRows) ->
             versions[task.min_version] = task.issue_step
         else:
             eval_tasks.append(task)
-    # Dead letters name tasks, so the tasks are read first.
-    async for _, dead in bus.dead.scan():
-        source.dead(dead.task)
     return versions, eval_tasks
 
 

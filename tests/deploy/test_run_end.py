@@ -87,6 +87,14 @@ async def test_a_learner_that_no_restart_cures_records_why(nats_server: Embedded
         assert await end_of(bus) == DONE, "a start with other settings does not change what was done"
 
 
+async def test_the_wait_for_a_bus_does_not_bound_its_answers(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    """The look for other learners takes longer than this wait."""
+    async with open_bus() as bus:
+        end = LearnerEnd(config_of(bus), nats_server.url, leads=True)
+        await end.record_failure(ConfigRefused("bus.sample_shards", "1", 2), wait_s=1.5)
+        assert await end_of(bus) is not None
+
+
 async def test_a_learner_that_fails_beside_one_that_works_records_nothing(
     nats_server: EmbeddedServer, open_bus: BusOpener
 ) -> None:

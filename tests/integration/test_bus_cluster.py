@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.bench.failover import cluster_under_load, fail_over, leader, report
-from tests.bus_kit import Proxy, make_sample, take
+from tests.bus_kit import Proxy, make_sample, make_task, take
 from tests.feeder_kit import World
+from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Denied, Fenced
@@ -67,6 +68,7 @@ def test_ports_of_routes_are_reserved_until_the_bus_stops(tmp_path: Path) -> Non
 async def test_an_append_whose_answer_was_lost_is_recognised_on_a_replicated_stream(tmp_path: Path) -> None:
     """A single server answers the second try with "wrong last sequence", a replicated stream with "duplicate" (or, once
     the id is forgotten, like the single one): either way it is stored once, and a newer learner is still detected.
+    Tasks that a replaced learner issues many at once are refused, and those of the newer one stored.
     """
     servers, config = (
         EmbeddedBus(tmp_path / "bus", RUN, BusConfig(cluster=3)),
@@ -93,6 +95,12 @@ async def test_an_append_whose_answer_was_lost_is_recognised_on_a_replicated_str
                 await looker.plans.fence(2)
                 with pytest.raises(Fenced):
                     await bus.plans.append(done(4))
+                await bus.tasks.fence(1)
+                await looker.tasks.fence(2)
+                async with asyncio.timeout(LIMIT_S):
+                    with pytest.raises(Fenced):
+                        await bus.tasks.issue_all([make_task(RUN, epoch=1, offset=offset) for offset in range(4)])
+                    assert await looker.tasks.issue(make_task(RUN, epoch=2)) == 3
             assert [record.step async for _, record in looker.plans.scan() if isinstance(record, Done)] == [1, 2, 3]
     finally:
         servers.stop()

@@ -430,6 +430,28 @@ async def test_a_dead_task_gives_its_place_back(open_world: OpenWorld) -> None:
         assert (settle.reason, settle.tasks.tolist()) == ("dead", [lease.task.id])
 
 
+async def test_a_task_that_dies_while_no_feeder_runs_is_trained_with_the_samples_it_has(open_world: OpenWorld) -> None:
+    async with open_world(max_lag=0, steps=2, group_size=3, min_group_size=2) as world:
+        async with connect(world.url, world.run, world.config, name="clumsy") as bus:
+            async with world.feeder() as (url, _):
+                training = asyncio.create_task(world.train(url))
+                lease = await bus.tasks.lease(60)
+                assert lease is not None
+            with pytest.raises(FeederFailed):
+                await training
+            for index in range(2):
+                await bus.samples.publish(sample(lease.task, index, ((lease.task.min_version, 3),)))
+            await bus.dead.store(Dead(task=lease.task.id, reason="r", attempts=3, actor="a", prompt=""))
+            assert await lease.ack()
+        async with world.actors():
+            await finish(world)
+        plans = await check_history(world)
+        sizes = {
+            int(task): int(size) for plan in plans for task, size in zip(plan.tasks, plan.group_sizes, strict=True)
+        }
+        assert sizes[lease.task.id] == 2
+
+
 async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_it(open_world: OpenWorld) -> None:
     """The decision is stored while no feeder runs, and read by every later one; the requeue is a record, so it happens
     once.

@@ -125,6 +125,9 @@ async def test_plan_and_versions_stay_flat_and_the_audit_balances(open_bus: BusO
         assert counts == {"issued": run.seq, "settled": run.seq, "open": 0, "given_up": {"stale": run.dropped}}
         assert (status["samples"]["trained"], status["samples"]["dropped"]) == (run.step, {"stale": run.dropped})
         assert (status["step"], status["planned"], status["minibatches_skipped"]) == (run.step,) * 3
+        await bus.js.publish(subjects.row(bus.run, "run", subjects.HISTORY_KEY), b"{")
+        status = await read_status(bus)
+        assert status["step"] == run.step and "run" in status["unreadable"]
 
 
 async def test_a_sample_of_a_removed_record_that_is_trained_again_is_counted(open_bus: BusOpener) -> None:
