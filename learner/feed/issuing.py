@@ -137,9 +137,11 @@ class TaskIssuer:
         return None if self.stopped else self._source.wanted([(prompt.epoch, prompt.offset) for prompt in drawn])
 
     async def _short_prompts(self, first: Drawn) -> list[Drawn]:
-        """Return the prompts behind ``first`` whose tasks are admitted, up to one that is long or is left out."""
-        drawn, prompts = [first], self._prompts
-        while len(drawn) < self._most_at_once and (demand := self._demand(drawn)) is not None:
+        """Return the prompts behind ``first`` whose tasks are admitted, up to one that is long or is left out; none
+        while tasks are issued slowly.
+        """
+        drawn, prompts, most = [first], self._prompts, 1 if self._senders.pause_s else self._most_at_once
+        while len(drawn) < most and (demand := self._demand(drawn)) is not None:
             place = (demand.prompt_epoch, demand.offset)
             if not prompts.is_short(*place) or self._curriculum.skips(int(prompts.order(place[0])[place[1]]), place[0]):
                 break

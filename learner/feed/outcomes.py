@@ -89,7 +89,9 @@ class Outcomes:
     @property
     def records_fullness(self) -> float:
         """Largest share in use of a stream or bucket that only ``bus.quota_bytes`` bounds; 0 without a quota."""
-        return max(self._used.values(), default=0.0)
+        # Below this share a checkpoint takes no letter out of DEAD, and an early one would be for nothing.
+        used = [share for name, share in self._used.items() if name != subjects.DEAD or self._is_full(name)]
+        return max(used, default=0.0)
 
     @property
     def pending(self) -> int:

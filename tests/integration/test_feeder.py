@@ -34,6 +34,7 @@ from tidemill.launch.run.audit import audit
 from tidemill.launch.run.checkpoint_cursor import read_cursor
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.failures import SLOW_S
 from tidemill.learner.buffer.ledger import cursor_of, read_state
 from tidemill.learner.buffer.sample_index import index_of
 from tidemill.learner.checkpoints import disk
@@ -599,6 +600,27 @@ async def test_an_actor_that_sends_only_invalid_samples_is_refused_until_it_send
         await check_history(world)
 
 
+async def test_tasks_are_issued_one_by_one_while_no_usable_sample_arrives(
+    open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidemill.learner.buffer.failures.INVALID_IN_A_ROW", 8)
+    async with open_world(max_lag=0, steps=1) as world, world.feeder() as (url, feeding):
+        lost = data_kit.task(10**6, run=world.run, group_size=8)  # no task that the feeder has issued
+        for index in range(8):
+            await world.bus.samples.publish(sample(lost, index, ((0, 3),), actor="broken"))
+        await seen_row(world, lambda load: "refused/broken" in load)
+        training = asyncio.create_task(world.train(url))
+        leases = [await world.bus.tasks.lease(60) for _ in range(2)]
+        name = stream(world.run, "TASKS")
+        first, second = [await world.bus.jet.message(name, lease.task.id) for lease in leases if lease is not None]
+        assert second.stored_s - first.stored_s > SLOW_S / 2
+        for lease in leases:
+            assert lease is not None and await lease.nak()
+        async with world.actors():
+            await training
+            await feeding
+
+
 async def test_samples_that_name_versions_to_come_are_never_trained(open_world: OpenWorld) -> None:
     """They are not trained when the version exists later on, nor when a restart reads them again then."""
     async with open_world(max_lag=3, checkpoint_every=0) as world:
@@ -877,6 +899,9 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
         assert f"{full} is 86 % full: readers slow are left behind at 3" in caplog.text
         places = await Cursors(bus).all()
         assert {name: place.given_up for name, place in places.items()} == {"slow": True, "quick": False}
+        for dead_share, fullness in ((0.84, 0.1), (0.86, 0.86)):  # letters are trimmed from 0.85 on, not before
+            outcomes._used = {"TASKS": 0.1, "DEAD": dead_share}
+            assert outcomes.records_fullness == fullness
         await server.close()
 
 
