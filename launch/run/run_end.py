@@ -32,6 +32,7 @@ RESUME_S = 60.0  # Time for the learner of a resumed run, which may start after 
 REFUSED_S = 3.0  # Longest wait for the bus by a learner that is refused before it connects
 AT_END_S = 10.0  # Longest wait for the bus by a process that ends
 LOOK_EVERY_S = 5.0  # Reads of the row beside the wake-ups of its changes
+LOOKS = 2  # For a learner, of 2 s each: on a busy machine its heartbeat, one a second, may be late
 NOT_RESTARTED = frozenset({exit_codes.WRONG_USE, exit_codes.CONFIG})
 
 
@@ -70,10 +71,18 @@ async def _counts(bus: Bus, end: EndRow) -> bool:
 
 
 async def learners(bus: Bus) -> list[LiveRow]:
-    """Return the live rows of learners that start or work. Raises BusUnavailable.
+    """Return the live rows of learners that start or work, of the first look of two that sees any. Raises
+    BusUnavailable.
 
     Not of feeders that a later start has replaced, nor of nodes that wait for the leader of their learner.
     """
+    for _ in range(LOOKS):
+        if found := await _learners(bus):
+            return found
+    return []
+
+
+async def _learners(bus: Bus) -> list[LiveRow]:
     newest, nodes = await current_epoch(bus), (await bus.rows("run").all(NODE_KEY)).values()
     followers = {(node.get("host"), node.get("pid")) for node, _ in nodes if node.get("node")}
     return [

@@ -10,7 +10,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_feeder import OpenWorld, finish, open_world
 from tests.launched import tidemill
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tests.whole.running import SMOKE
 from tidemill.actors.engines.membership import CONFIG_KEY
 from tidemill.bus.errors import BusUnavailable, Fenced
@@ -255,7 +255,7 @@ async def test_processes_of_a_run_end_with_it(nats_server: EmbeddedServer, open_
             await until(all_there)
             await put(bus, DONE)
             for process, role in zip(started, roles, strict=True):
-                code = await asyncio.to_thread(process.wait, 120)
+                code = await asyncio.to_thread(process.wait, LIMIT_S)
                 assert code == 0, (tmp_path / f"{role}.log").read_text()
             assert stays.returncode is None
             stays.send_signal(signal.SIGTERM)

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.kubernetes.charts import Object
 from tests.net.lab import Machine, Started
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tests.whole.prepared import ROOT
 
 SYSTEM = ("usr", "etc", "dev", "proc", "sys", "bin", "sbin", "lib", "lib64")
@@ -102,7 +102,7 @@ class Pod:
         """Run its init containers to their ends, and start its container."""
         for container in self.specification.get("initContainers", ()):
             ending = await asyncio.to_thread(self._run, container)
-            assert await asyncio.to_thread(ending.wait, 120) == 0, self.log.read_text()
+            assert await asyncio.to_thread(ending.wait, LIMIT_S) == 0, self.log.read_text()
         (container,) = self.specification["containers"]
         assert "lifecycle" not in container, "a preStop hook that nothing here runs"
         self.started = await asyncio.to_thread(self._run, container)
@@ -119,7 +119,7 @@ class Pod:
         assert self.started is not None
         return self.started.poll()
 
-    async def ended(self, within_s: float = 120.0) -> int:
+    async def ended(self, within_s: float = LIMIT_S) -> int:
         """Wait until its container has ended, and return the exit code."""
         assert self.started is not None
         return await asyncio.to_thread(self.started.wait, within_s)
