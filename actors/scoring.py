@@ -28,7 +28,8 @@ from tidemill.bus.client.addresses import LOOPBACK, reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.http.access import Access, Route, RunAccess, TokenAccess
 from tidemill.bus.http.listener import Listener, body_in, json_in
-from tidemill.bus.liveness import HeartbeatPublisher, api_keys
+from tidemill.bus.keys import api_keys
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.system.coroutines import Waiter, ended, first_of
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status

@@ -30,7 +30,7 @@ from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.config import BusConfig
 from tidemill.bus.http.access import Access, RunAccess, TokenAccess
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.launch.deploy.probes import Probes

@@ -22,7 +22,7 @@ from tests.forked import Forked, piped
 from tests.waits import until
 from tidemill.actors.errors import CannotTell, StaleEpoch, UpdateRefused
 from tidemill.actors.serving.handles import HandleListener
-from tidemill.actors.serving.port import Updates
+from tidemill.actors.serving.updates import Updates
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import connect

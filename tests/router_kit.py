@@ -17,7 +17,8 @@ from tests.waits import LIMIT_S
 from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.server import RouterServer
 from tidemill.bus.client.addresses import KeptPort
-from tidemill.bus.liveness import LiveView, RunKeys
+from tidemill.bus.keys import RunKeys
+from tidemill.bus.liveness import LiveView
 
 
 class Door:

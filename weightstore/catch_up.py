@@ -21,7 +21,8 @@ import aiohttp
 
 from tidemill.bus.errors import BusError
 from tidemill.bus.http.client import content_of, open_session
-from tidemill.bus.liveness import LiveView, api_keys
+from tidemill.bus.keys import api_keys
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.functions import errors_as
 from tidemill.bus.wire.rows import VersionRow

@@ -25,7 +25,8 @@ from tidemill.actors.scoring import open_rewards
 from tidemill.actors.teachers import Teachers
 from tidemill.bus.client.addresses import HERE, LOOPBACK, Reach, reach, route_to
 from tidemill.bus.config import SINGLE_TURN, BusConfig, is_loopback
-from tidemill.bus.liveness import HeartbeatPublisher, LiveView, api_keys
+from tidemill.bus.keys import api_keys
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.section import Sections, read
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable

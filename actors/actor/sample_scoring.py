@@ -28,7 +28,8 @@ from tidemill.actors.errors import ScorerLost, ScorerUnavailable
 from tidemill.actors.scoring import ALIVE_S, ROLE, SCORE, SCORE_GROUP
 from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.http.client import content_of, open_session
-from tidemill.bus.liveness import LiveView, RunKeys
+from tidemill.bus.keys import RunKeys
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.system.coroutines import all_of, first_of
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire.messages import Kind, Sample, Status, Task, Timings

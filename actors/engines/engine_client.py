@@ -33,7 +33,7 @@ from tidemill.actors.errors import (
 from tidemill.actors.http_api import END, data_in
 from tidemill.bus.errors import WireError
 from tidemill.bus.http.client import ApiClient, Body, CallFailed, Failure, no_headers
-from tidemill.bus.liveness import RunKeys
+from tidemill.bus.keys import RunKeys
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling, Span
 from tidemill.bus.wire.routed_experts import RoutedExperts, RoutedShape, check_routed_experts

@@ -30,7 +30,7 @@ from tidemill.actors.errors import EngineError, EngineGone, EngineUnavailable, V
 from tidemill.actors.http_api import NONCE_HEADER
 from tidemill.actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, once, refusal
 from tidemill.bus.http.client import content_of, open_session
-from tidemill.bus.liveness import RunKeys
+from tidemill.bus.keys import RunKeys
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 """Paths of generations."""

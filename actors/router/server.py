@@ -40,7 +40,8 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.http.access import Route, RunAccess
 from tidemill.bus.http.client import open_session
 from tidemill.bus.http.listener import BodyLimits, Listener, body_in
-from tidemill.bus.liveness import HeartbeatPublisher, LiveView, RunKeys, admin_keys
+from tidemill.bus.keys import RunKeys, admin_keys
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.functions import find_function
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from tidemill.actors.errors import BadRequest, EngineError, EngineUnavailable
 from tidemill.actors.http_api import need
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness import RunKeys
+from tidemill.bus.keys import RunKeys
 from tidemill.weightstore.transport.nccl import sees
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ from msgspec import Meta, Struct
 
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.http_api import decode
-from tidemill.actors.serving.port import COMMAND_S, KV_CACHE, WEIGHTS
+from tidemill.actors.serving.port import COMMAND_S
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.adapters import AdapterHeader
 from tidemill.weightstore.format.manifest import TensorSpec

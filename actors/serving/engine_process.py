@@ -26,7 +26,8 @@ from tidemill.actors.serving.port import Factory, ServedEngine
 from tidemill.bus.client.addresses import reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness import HeartbeatPublisher, admin_keys
+from tidemill.bus.keys import admin_keys
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import first_of, to_the_end
 from tidemill.bus.system.files import Scratch

@@ -23,7 +23,7 @@ from tidemill.actors.errors import BadRequest, CannotTell, EngineError, StaleEpo
 from tidemill.actors.http_api import decode, need
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.command_bodies import UpdateBody
-from tidemill.actors.serving.port import Updates
+from tidemill.actors.serving.updates import Updates
 from tidemill.bus.errors import DetailedError
 from tidemill.bus.system.files import Scratch
 from tidemill.bus.wire.json_object import JsonMapping

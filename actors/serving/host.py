@@ -19,8 +19,9 @@ from tidemill.actors.errors import EngineUnavailable, UnsupportedModel, VersionU
 from tidemill.actors.generate_body import RequestLimits
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
-from tidemill.actors.serving.port import PHASES, Backend, ServedEngine, Updates
+from tidemill.actors.serving.port import PHASES, Backend, ServedEngine
 from tidemill.actors.serving.server import EngineServer
+from tidemill.actors.serving.updates import Updates
 from tidemill.actors.text.text import Text
 from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.system.coroutines import Waiter

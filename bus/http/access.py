@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 
 _SCHEME = "bearer"
 _LONGEST_NAME = 253

@@ -28,7 +28,6 @@ from tidemill.bus.http.access import Access, Handler, Route, Rule, refusal
 
 _log = logging.getLogger(f"{__name__}.http")
 
-
 MAX_BODY_BYTES = 64 << 20  # Largest body of a request; a larger one is refused with 413
 # Maximum number of bytes of bodies that one listener holds until the ends of their requests; then 503
 MAX_BODIES_BYTES = 256 << 20

@@ -69,14 +69,11 @@ INNER = ("feeder", "rank")  # Commands with which the learner starts its process
 _MODULES = {**dict.fromkeys(("engine", "actor", "scorer"), "worker"), **dict.fromkeys(INNER, "learner")}
 # Modules of commands that are in one with others, and have functions of their own there: ``add_check``, ``run_check``.
 _WITH = {
-    **dict.fromkeys(("bus", "rotate", "router", "reward-server", "teacher"), "servers"),
-    **dict.fromkeys(("init", "check", "prepare"), "config"),
-    "push": "convert",
+    **dict.fromkeys(("bus", "router", "reward-server", "teacher"), "servers"),
+    **dict.fromkeys(("check", "prepare"), "config"),
     "cursors": "archive",
     "restore": "backup",
     "scale": "host",
-    "ray": "up",
-    "tail": "show",
     "texts": "eval",
 }
 

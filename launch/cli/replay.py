@@ -26,7 +26,7 @@ from tidemill.bus.wire.messages import Plan, Sample
 from tidemill.bus.wire.subjects import SETTINGS_KEY
 from tidemill.launch.cli.arguments import add_filter, add_run, add_since
 from tidemill.launch.cli.find_run import look
-from tidemill.launch.cli.show import tail
+from tidemill.launch.cli.tail import tail
 from tidemill.launch.run.directory import directory_of_one
 from tidemill.launch.run.process import set_up_logging
 from tidemill.launch.samples.filters import Filter, filter_of, headline_of, positive

@@ -1,5 +1,5 @@
-"""``tidemill bus``, ``router``, ``reward-server`` and ``teacher``: servers of a run, or of other clients; ``rotate``:
-new passwords of a bus that runs. Their bodies are in ``launch/run/bus_process.py`` and ``launch/run/servers.py``.
+"""``tidemill bus``, ``router``, ``reward-server`` and ``teacher``: servers of a run, or of other clients.
+Their bodies are in ``launch/run/bus_process.py`` and ``launch/run/servers.py``.
 """
 
 import argparse
@@ -179,22 +179,3 @@ def run_teacher(args: argparse.Namespace) -> int:
         )
     except UnsupportedModel as error:
         raise ValueError(str(error)) from None
-
-
-def add_rotate(parser: argparse.ArgumentParser) -> None:
-    text = "directory of the run, on the machine of its bus"
-    parser.add_argument("--run-dir", required=True, type=Path, metavar="DIR", help=text)
-    parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds that it may take (default 60)")
-    text = "user that gets a new password, in auth/USER.env; none = only the certificates are read again"
-    parser.add_argument("users", nargs="*", metavar="USER", help=text)
-
-
-def run_rotate(args: argparse.Namespace) -> int:
-    """Have the bus of a run renew passwords and certificates. Returns 0. Raises RequestRefused."""
-    if not (args.run_dir / "bus").is_dir():
-        raise ValueError(f"--run-dir: want the directory of a run whose bus is on this machine, got {args.run_dir}")
-    from tidemill.launch.run.bus_process import users_request
-
-    users_request(args.run_dir).ask(" ".join(args.users), wait_s=args.wait)
-    print(f"renewed: {', '.join([*args.users, 'certificates'])}")
-    return 0

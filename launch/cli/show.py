@@ -1,11 +1,8 @@
-"""``tidemill show``: one sample, token by token, with probabilities and versions, and its disposition;
-``tidemill tail``: samples of the stream, and new ones as they arrive.
-"""
+"""``tidemill show``: one sample, token by token, with probabilities and versions, and its disposition."""
 
 import argparse
 import math
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +14,12 @@ from tidemill.bus.errors import NotFound, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Sample
 from tidemill.bus.wire.trained_values import TrainedValues
-from tidemill.launch.cli.arguments import add_filter, add_run, add_since
+from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
-from tidemill.launch.samples.filters import Filter, filter_of, positive, prompt_text, task_of
+from tidemill.launch.samples.filters import Filter, prompt_text, task_of
 from tidemill.launch.samples.search import FoundSample, SampleHistory, SampleSearch, as_map, history_of, opened
 from tidemill.launch.samples.text import (
     Vocabulary,
-    block,
     conversation,
     facts,
     plain,
@@ -37,7 +33,6 @@ _SHADES = (
     *((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow")),
     *((0.01, "white on magenta"), (0.0, "white on red")),
 )
-DEFAULT_LAST = 10
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -290,74 +285,3 @@ def _table(tokens: Sequence[Token]) -> Table:
             values = [f"{step.logprob:.4f}", f"{difference:+.4f}", f"{step.advantage:.4g}", f"{step.weight:.4g}"]
         table.add_row(str(place), str(token.id), text, *odds, f"v{token.version}", *values)
     return table
-
-
-def add_tail(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="follow new samples")
-    parser.add_argument("--last", type=int, metavar="N", help="start with the N newest (default 10; all, with --since)")
-    parser.add_argument("--full", action="store_true", help="do not shorten long texts")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
-    how.add_argument("--raw", action="store_true", help="stored payloads, each behind its length (4 bytes)")
-    add_since(parser)
-    add_filter(parser)
-
-
-def run_tail(args: argparse.Namespace) -> int:
-    """Print samples of the stream; with --follow until interrupted. Returns 0. Raises ValueError."""
-    return look(args, show_tail)
-
-
-async def show_tail(bus: Bus, args: argparse.Namespace) -> int:
-    """Print the samples that the arguments select, as text, JSON or raw payloads; return 0. Raises ValueError."""
-    search, write = SampleSearch(bus, filter_of(args)), _writer(args)
-    async for match in tail(search, args):
-        write(match)
-    return 0
-
-
-async def tail(search: SampleSearch, args: argparse.Namespace) -> AsyncIterator[FoundSample]:
-    """Yield the newest samples that fit, or all from a start on; with ``follow``, then new ones."""
-    positive("--last", args.last)
-    placed = bool(args.since) or args.since_version is not None
-    first = await search.begin(args.since, args.since_version) if placed else 1
-    if placed and args.last is None:
-        last = None if _follows(args) else (await search.history.state()).last_seq
-        async for match in search.forward(first, last):
-            yield match
-        return
-    count = DEFAULT_LAST if args.last is None else args.last
-    newest, last_seq, looked = await search.newest(count, first=first, limit=args.search)
-    for match in newest:
-        yield match
-    if len(newest) < count and looked >= args.search:
-        found = f"{len(newest)} of {count} found among the newest {looked} messages"
-        print(f"tidemill: {found}; --search N looks further", file=sys.stderr)
-    if _follows(args):
-        async for match in search.forward(last_seq + 1):
-            yield match
-
-
-def _follows(args: argparse.Namespace) -> bool:
-    return args.follow and not args.ended
-
-
-def _writer(args: argparse.Namespace) -> Callable[[FoundSample], None]:
-    if args.raw:
-        return _write_raw
-    if args.json:
-        return _write_json
-    console = Console(highlight=False, soft_wrap=True)
-    return lambda match: console.print(block(match, full=args.full))
-
-
-def _write_json(match: FoundSample) -> None:
-    line = match.line
-    print(to_json({**as_map(line.seq, match.sample), "lag": line.lag, "stored_s": line.stored_s}), flush=True)
-
-
-def _write_raw(match: FoundSample) -> None:
-    if isinstance(match.stored.data, bytes):
-        sys.stdout.buffer.write(len(match.stored.data).to_bytes(4, "little") + match.stored.data)
-        sys.stdout.buffer.flush()

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from tidemill.bus.http.client import ApiClient, CallFailed, Headers, no_headers
-from tidemill.bus.liveness import LiveView, api_keys
+from tidemill.bus.keys import api_keys
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.cli.arguments import add_run

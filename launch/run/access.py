@@ -15,7 +15,7 @@ from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from tidemill.bus.liveness import Keys
+    from tidemill.bus.keys import Keys
 
 VIEWER, OPERATOR, LEARNER, SHADOW = "viewer", "operator", "learner", "shadow"
 AUTH_DIR = "auth"

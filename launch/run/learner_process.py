@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, default_id
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness import HeartbeatPublisher, keep_keys, make_keys
+from tidemill.bus.keys import keep_keys, make_keys
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.json_object import JsonObject

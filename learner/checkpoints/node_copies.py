@@ -20,7 +20,7 @@ from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.errors import BusError
 from tidemill.bus.http.access import Route, RunAccess
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness import api_keys
+from tidemill.bus.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.rows import Holder, row_of

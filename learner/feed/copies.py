@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tidemill.bus.errors import BusUnavailable
-from tidemill.bus.liveness import api_keys
+from tidemill.bus.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping

@@ -37,7 +37,7 @@ from tests.bench import plain_rewards as plain
 from tidemill import launch
 from tidemill.actors.actor.sample_scoring import RemoteScoring, ScorerClient, ScorerPool
 from tidemill.actors.engines.server_discovery import ServerStatus
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status

@@ -36,7 +36,7 @@ from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import EngineError
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness import make_keys
+from tidemill.bus.keys import make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Sampling

@@ -27,7 +27,8 @@ from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, r
 from tidemill.bus import exit_codes
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import UnreadableRow
-from tidemill.bus.liveness import HeartbeatPublisher, Keys, LiveView, admin_keys, api_keys, keep_keys, make_keys
+from tidemill.bus.keys import Keys, admin_keys, api_keys, keep_keys, make_keys
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.readers import Cursors, History

@@ -24,7 +24,7 @@ from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.sglang.arguments import release_of
 from tidemill.actors.serving.sglang.engine import SglangEngine
 from tidemill.bus.errors import BusUnavailable
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 
 KEYS = Keys.of("s3cret")
 FENCING = ("/abort_request", "/weights_checksums")
@@ -152,7 +152,7 @@ async def test_while_the_bus_is_away_nothing_is_believed_that_it_has_not_said(pl
 async def test_a_key_that_is_made_later_or_anew_is_found(
     place: Place, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.bus.liveness._AGAIN_S", 0.0)
+    monkeypatch.setattr("tidemill.bus.keys._AGAIN_S", 0.0)
     keys = [Keys()]
 
     async def read() -> Keys:

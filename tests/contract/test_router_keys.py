@@ -15,7 +15,7 @@ from tests.waits import until
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 
 KEYS = Keys.of("s3cret")
 RUN = RunKeys.fixed(KEYS)

@@ -26,16 +26,8 @@ from tidemill.bus import exit_codes
 from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Denied, Forbidden, ServerFailed
-from tidemill.bus.liveness import (
-    ADMIN_KEY,
-    API_KEY,
-    HeartbeatPublisher,
-    Keys,
-    LiveView,
-    admin_keys,
-    api_keys,
-    make_keys,
-)
+from tidemill.bus.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
+from tidemill.bus.liveness import HeartbeatPublisher, LiveView
 from tidemill.bus.server.auth import credentials_file, make_users, read_credentials
 from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.streams.bus import Bus, connect, find_run, raise_epoch, runs_on

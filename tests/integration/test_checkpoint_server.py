@@ -18,7 +18,7 @@ from tests.refusals import refusal
 from tests.waits import LIMIT_S
 from tidemill.bus.http.access import RunAccess
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import BLOCK_BYTES

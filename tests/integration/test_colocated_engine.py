@@ -21,7 +21,8 @@ from tests.tiny_models import write_tiny_model
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
-from tidemill.bus.liveness import HeartbeatPublisher, make_keys
+from tidemill.bus.keys import make_keys
+from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable

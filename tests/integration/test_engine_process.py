@@ -21,7 +21,7 @@ from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
-from tidemill.bus.liveness import make_keys
+from tidemill.bus.keys import make_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import cancellable

@@ -19,8 +19,8 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.launch.checks.findings import CheckFailed
 from tidemill.launch.cli import main as cli
-from tidemill.launch.cli.convert import card
 from tidemill.launch.cli.inputs import loaded_config, with_commits_of_run, with_fetched
+from tidemill.launch.cli.push import card
 from tidemill.launch.hub.repository import RECORD
 from tidemill.launch.run.workers import model_here, tokenizer_here
 from tidemill.launch.settings.config_loader import to_map

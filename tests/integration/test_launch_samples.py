@@ -31,7 +31,8 @@ from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Done, Plan, Sample, Settle, Status, Task
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.replay import replay_file, replay_run
-from tidemill.launch.cli.show import Vocabulary, shade, shaded, show_sample, show_tail, tail, tokens_of
+from tidemill.launch.cli.show import Vocabulary, shade, shaded, show_sample, tokens_of
+from tidemill.launch.cli.tail import show_tail, tail
 from tidemill.launch.samples.filters import Filter, filter_of
 from tidemill.launch.samples.recording import Recording
 from tidemill.launch.samples.search import DIFFERENCE, SampleSearch, history_of

@@ -15,7 +15,7 @@ from tests.waits import LIMIT_S
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.bus.http.access import Route, RunAccess
 from tidemill.bus.http.listener import BodyLimits, Listener, body_in, url_of
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 
 
 async def echo(request: web.Request) -> web.Response:

@@ -23,7 +23,7 @@ from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.errors import EngineUnavailable
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness import api_keys
+from tidemill.bus.keys import api_keys
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Sampling

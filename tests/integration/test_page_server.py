@@ -21,7 +21,7 @@ from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Evaluated, Status
 from tidemill.bus.wire.trained_values import TrainedStep
 from tidemill.launch.cli import main as cli
-from tidemill.launch.cli.show import tail
+from tidemill.launch.cli.tail import tail
 from tidemill.launch.page import compared as page_compared
 from tidemill.launch.page import feed, samples
 from tidemill.launch.page.compared import ComparedRuns

@@ -32,7 +32,7 @@ from tests.waits import LIMIT_S, poll, until
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
-from tidemill.actors.serving.port import Updates
+from tidemill.actors.serving.updates import Updates
 from tidemill.bus.errors import Fenced
 from tidemill.weightstore.errors import BadManifest, ReceiverFailed
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec

@@ -6,7 +6,7 @@ import pytest
 
 from tests.check_kit import write_model
 from tidemill.launch.cli import main as cli
-from tidemill.launch.cli.config import CONFIG, KINDS, OF_MODELS
+from tidemill.launch.cli.init import CONFIG, KINDS, OF_MODELS
 from tidemill.launch.settings import reference
 from tidemill.launch.settings.config_loader import load
 

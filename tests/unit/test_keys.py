@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from tidemill.bus import liveness
+from tidemill.bus import keys
 from tidemill.bus.errors import BusUnavailable
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 
 KEYS = Keys.of("s3cret")
 
@@ -38,7 +38,7 @@ def test_keys_are_not_shown_and_one_does_not_reveal_the_other() -> None:
 
 
 async def test_wrong_keys_cause_no_repeated_reads_of_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_AGAIN_S", math.inf)
+    monkeypatch.setattr(keys, "_AGAIN_S", math.inf)
     reads = list[int]()
 
     async def read() -> Keys:

@@ -69,8 +69,8 @@ def test_every_command_has_its_module_and_its_options() -> None:
     }
     shared = {"engine": "worker", "actor": "worker", "scorer": "worker", "feeder": "learner", "rank": "learner"}
     shared |= {"bus": "servers", "router": "servers", "reward-server": "servers", "teacher": "servers"}
-    shared |= {"check": "config", "prepare": "config", "push": "convert", "cursors": "archive", "scale": "host"}
-    shared |= {"texts": "eval", "restore": "backup", "init": "config", "ray": "up", "rotate": "servers", "tail": "show"}
+    shared |= {"check": "config", "prepare": "config", "cursors": "archive", "scale": "host"}
+    shared |= {"texts": "eval", "restore": "backup"}
     assert modules == {name: shared.get(name, name.replace("-", "_")) for name in (*COMMANDS, *INNER)}
     assert {**declared(_parser()), **declared(_inner_parser())} == json.loads(OPTIONS.read_text())
 

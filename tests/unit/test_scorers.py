@@ -19,7 +19,7 @@ from tidemill.actors.engines import server_pool
 from tidemill.actors.engines.server_discovery import ServerStatus
 from tidemill.actors.scoring import RewardServer, serving
 from tidemill.bus.http.access import RunAccess
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest

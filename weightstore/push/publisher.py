@@ -27,7 +27,8 @@ from torch import Tensor
 from tidemill.bus.client.addresses import reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Fenced
-from tidemill.bus.liveness import LiveView, admin_keys
+from tidemill.bus.keys import admin_keys
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import LoopThread, cancellable
 from tidemill.bus.wire.rows import VersionRow

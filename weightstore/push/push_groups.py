@@ -23,7 +23,8 @@ from torch import Tensor
 from tidemill.bus.client.addresses import Reach
 from tidemill.bus.errors import BusError
 from tidemill.bus.http.client import open_session
-from tidemill.bus.liveness import LiveView, make_keys
+from tidemill.bus.keys import make_keys
+from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.config import WeightsConfig

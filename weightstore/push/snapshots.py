@@ -16,7 +16,7 @@ from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.errors import BusError
 from tidemill.bus.http.access import RunAccess
 from tidemill.bus.http.listener import Listener
-from tidemill.bus.liveness import RunKeys
+from tidemill.bus.keys import RunKeys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.errors import SnapshotBroken

@@ -25,7 +25,7 @@ from torch import Tensor
 from tidemill.bus.client.addresses import Reach
 from tidemill.bus.http.access import Route, RunAccess
 from tidemill.bus.http.listener import Listener, body_in, json_in
-from tidemill.bus.liveness import Keys, RunKeys
+from tidemill.bus.keys import Keys, RunKeys
 from tidemill.bus.system.coroutines import LoopThread
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PeerLost, PublisherClosed

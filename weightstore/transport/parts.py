@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tidemill.bus.http.client import ApiClient, CallFailed
-from tidemill.bus.liveness import Keys
+from tidemill.bus.keys import Keys
 from tidemill.bus.system.processes import direct_opener
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import PartLost, PeerLost

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.serving.port import require_new
+from tidemill.actors.serving.updates import require_new
 from tidemill.weightstore.format.adapters import AdapterHeader, matrices_of, module_of
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec, unflatten
 

@@ -18,7 +18,7 @@ from tidemill.actors.http_api import decode
 from tidemill.actors.serving.builtin.lora import IncomingAdapter
 from tidemill.actors.serving.builtin.weights import WeightSet
 from tidemill.actors.serving.command_bodies import JoinBody
-from tidemill.actors.serving.port import require_all, require_new
+from tidemill.actors.serving.updates import require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import PeerLost, WeightstoreError
 from tidemill.weightstore.format.adapters import module_of

@@ -34,7 +34,8 @@ from tidemill.actors.serving.builtin.lora import Adapter
 from tidemill.actors.serving.builtin.runner import ModelRunner
 from tidemill.actors.serving.builtin.sequence import CLOSING, Counters, Sequence
 from tidemill.actors.serving.builtin.weights import WeightSet
-from tidemill.actors.serving.port import KV_CACHE, WEIGHTS, Result
+from tidemill.actors.serving.port import Result
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 from tidemill.bus.system.functions import settle
 
 log = logging.getLogger(__name__)

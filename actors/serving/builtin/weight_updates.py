@@ -37,7 +37,8 @@ from tidemill.actors.serving.builtin.weights import (
     load_from_directory,
 )
 from tidemill.actors.serving.command_bodies import BucketBody, UpdateBody
-from tidemill.actors.serving.port import COMMAND_S, KV_CACHE, WEIGHTS, Body, Updates
+from tidemill.actors.serving.port import COMMAND_S, Body
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates
 from tidemill.bus.system.functions import errors_as
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format import adapters

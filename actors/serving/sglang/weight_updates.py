@@ -20,9 +20,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from tidemill.actors.errors import CannotTell, UpdateRefused
-from tidemill.actors.serving.port import COMMAND_S, KV_CACHE, WEIGHTS, Body, Result, Updates, require_all, require_new
+from tidemill.actors.serving.port import COMMAND_S, Body, Result
 from tidemill.actors.serving.sglang.server_process import Api, Pauses
 from tidemill.actors.serving.sglang.tensors import HEAD, ServerLayout, SharedBucket, report_of
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates, require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.adapters import AdapterHeader
