@@ -43,7 +43,7 @@ ANSWER_S = 60.0  # Seconds for a command of Slurm to answer; it retries by itsel
 
 @dataclass(frozen=True, kw_only=True)
 class Jobs:
-    """What the jobs ask Slurm for."""
+    """Numbers and resources of the jobs, as options of sbatch."""
 
     counts: Mapping[str, int]
     """Number of processes by role: engine, scorer, actor."""

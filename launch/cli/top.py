@@ -34,7 +34,7 @@ _FIRST_S = 20.0  # Longest wait in seconds for rows and the newest outcome befor
 _SETTLE_S = SILENT_S + LOOK_EVERY_S  # Then rows are read so long: a process is silent when its row does not change
 _RATES_S = 10.0  # Time over which tokens are counted for a rate
 _ROLES = ("engine", "actor", "scorer", "learner", "feeder", "router", "host", "bus")
-_MOST_LOOKS = 8  # Most lines of processes that need a look
+_MOST_LOOKS = 8  # Maximum number of lines of silent processes and troubles
 
 
 def add(parser: argparse.ArgumentParser) -> None:

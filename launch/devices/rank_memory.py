@@ -189,7 +189,7 @@ def elements_of(
 
 
 def _with_share(tensors: Shapes, learner: LearnerConfig) -> tuple[int, int]:
-    """Return a rank's elements of trained tensors, and those of them whose optimizer state it has."""
+    """Return the number of elements of a rank's trained tensors, and the number whose optimizer state it keeps."""
     split, spread, sharded = learner.tensor_parallel, learner.expert_parallel, num_shares(learner) > 1
     total = share = 0
     experts = {name: tensor for name, tensor in tensors.items() if _EXPERTS in name}

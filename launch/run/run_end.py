@@ -277,7 +277,7 @@ class LearnerEnd:
     async def _bus(self, wait_s: float = AT_END_S) -> AsyncIterator[Bus]:
         config = self._config
         opened = connect(self._bus_url, config.run, config.bus, name="learner", wait_s=wait_s)
-        # A bus that is there gets more time than ``wait_s``: the look for other learners takes two seconds of it.
+        # A bus that is there gets more time than ``wait_s``: the looks for other learners take four seconds of it.
         async with asyncio.timeout(AT_END_S), opened as bus:
             yield bus
 

@@ -36,7 +36,7 @@ PROMPTS, PROMPT_TOKENS = 1000, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one task took, in seconds."""
+    """Seconds of one task: by the clock, and of the processors of feeder and nats-server."""
 
     wall_s: float
     feeder_s: float
