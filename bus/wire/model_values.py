@@ -13,7 +13,7 @@ ROPE_KEYS = (BASE, SCALING, SHARE)
 MTP_LAYERS = "num_nextn_predict_layers"
 EXPERTS, LOCAL_EXPERTS = "num_experts", "num_local_experts"
 RENAMED = ("qwen3_moe",)  # Families for which transformers 5 has another key for the number of experts
-
+MISTRAL_WINDOW = 4096  # The window that transformers takes for mistral where a config.json has no ``sliding_window``
 
 # The key of config.json with the number of routed experts, by family
 EXPERTS_OF = {
