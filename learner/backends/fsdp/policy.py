@@ -120,7 +120,9 @@ class _Router:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module: Any = module
         self.top_k = int(_first(self.module, ("top_k", "num_experts_per_tok")))
-        self.num_experts = int(_first(self.module, ("num_experts", "num_local_experts", "n_routed_experts")))
+        # longcat_flash chooses among experts that do nothing, too, which this attribute of its routers counts.
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self.num_experts = int(getattr(self.module, "n_routed_experts", None) or _first(self.module, names))
 
 
 class _Choice(TorchFunctionMode):
