@@ -32,7 +32,7 @@ runs, two of each backend, were up to 4 steps and 0.013 apart.
 
 
 @pytest.fixture(scope="module")
-def solved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Up]:
+def main_jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Up]:
     """Return the main job on each backend, ended."""
     runs = {}
     for backend in ("megatron", "fsdp"):
@@ -45,8 +45,8 @@ def solved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Up]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_the_main_job_solves_its_task(solved: dict[str, Up], backend: str) -> None:
-    run = solved[backend]
+def test_the_main_job_solves_its_task(main_jobs: dict[str, Up], backend: str) -> None:
+    run = main_jobs[backend]
     assert f"backend={backend} reason=" in "".join(path.read_text() for path in run.directory.glob("logs/*"))
     summary = run.summary
     assert_books_balance(summary, max_lag=2)
@@ -61,8 +61,8 @@ def test_the_main_job_solves_its_task(solved: dict[str, Up], backend: str) -> No
 
 
 @pytest.mark.slow
-def test_both_backends_learn_by_one_curve(solved: dict[str, Up]) -> None:
-    megatrons, fsdps = ([line["train/reward_mean"] for line in run.metrics] for run in solved.values())
+def test_both_backends_learn_by_one_curve(main_jobs: dict[str, Up]) -> None:
+    megatrons, fsdps = ([line["train/reward_mean"] for line in run.metrics] for run in main_jobs.values())
     assert len(megatrons) == len(fsdps)
     assert abs(mean(megatrons) - mean(fsdps)) < MEANS_APART
     for reward in (0.5, 0.75, 0.9):
