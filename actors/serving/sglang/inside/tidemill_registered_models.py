@@ -97,7 +97,7 @@ class Backends:
     def _registered(self, registry: Path) -> Iterator[tuple[str, list[str]]]:
         for node in ast.parse(registry.read_text(encoding="utf-8")).body:
             calls = [call for call in getattr(node, "decorator_list", ()) if isinstance(call, ast.Call)]
-            names = [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
+            names = [str(call.args[0].value) for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
             imported = [str(part.module) for part in ast.walk(node) if isinstance(part, ast.ImportFrom)]
             own = [module for module in imported if module.startswith(BACKENDS)]
             modules = own or [module for module in imported if module.startswith(OTHER_DEVICES)]
