@@ -32,6 +32,7 @@ from tests.families import (
 from tests.integration import fsdp_family_ranks
 from tests.integration.fsdp_family_ranks import measured, routed
 from tests.learner_steps import run_ranks
+from tests.refusals import refusal
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.input_scores import Scoring
@@ -39,7 +40,9 @@ from tidemill.bus.wire.model_values import language_values
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.backends.fsdp.model import Place, open_model
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
+from tidemill.learner.backends.fsdp.policy import Replay
 from tidemill.learner.backends.fsdp.self_test import TOLERANCE, Alone, randomize
+from tidemill.learner.errors import ConfigRefused
 
 TRIED = list(FAMILIES) if THOROUGH else list(KINDS)
 ROUTED = [name for name, cells in page_rows(PAGE.read_text()).items() if cells[4] == "yes"]
@@ -136,15 +139,19 @@ def assert_routed(changes: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTED)
-def test_an_engine_and_the_learner_number_the_same_layers_with_experts(name: str, tmp_path: Path) -> None:
+def test_an_engine_and_the_learner_number_the_same_layers_with_experts(name: str) -> None:
     config = config_of(name)
     with torch.device("meta"):
-        modules = build(without_noise(config), packed=False).model.named_modules()
-    routers = [path for path, module in modules if type(module).__name__.lower().endswith("router")]
+        model = build(without_noise(config), packed=False).model
+    routers = [path for path, module in model.named_modules() if type(module).__name__.lower().endswith("router")]
     shape = RoutedShape.of(language_values(json.loads(config.to_json_string())))
     assert shape is not None and shape.num_layers == config.num_hidden_layers
     assert list(shape.layers) == [int(re.findall(r"layers\.(\d+)", path)[0]) for path in routers]
     assert (shape.num_experts, shape.top_k) in {(8, 2), (4, 2), (4, 1)}
+    routing = Replay(model, replays=True, given=True)
+    assert len(routing.own(torch.zeros(5, len(shape.layers), shape.top_k))) == len(routers)
+    with refusal(ConfigRefused, place="learner.routing_replay"):
+        routing.own(torch.zeros(5, len(shape.layers) + 1, shape.top_k))
 
 
 def test_the_page_has_every_family() -> None:

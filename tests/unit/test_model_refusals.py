@@ -319,3 +319,12 @@ def test_row_sizes_are_read_beside_files_named_like_pythons_own(
 def test_settings_of_experts_for_a_dense_model_are_refused(tmp_path: Path, setting: str, message: str) -> None:
     [found] = model_errors(tmp_path, "engine.kind=sglang", setting)
     assert setting.split("=")[0] in found and message in found and "remove the setting" in found
+
+
+def test_experts_of_an_engine_want_a_family_whose_layers_are_known(tmp_path: Path) -> None:
+    file, config = write_run(tmp_path), tmp_path / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "phi3"}))
+    for setting, wanted in (("none", []), ("rollout", ["layers with experts are not known"])):
+        report = check(load(file, ["engine.kind=sglang", f"learner.routing_replay={setting}"]), Purpose())
+        found = [error.text for error in report.errors]
+        assert len(found) == len(wanted) and all(words in text for words, text in zip(wanted, found, strict=True))
