@@ -129,7 +129,7 @@ class SampleAnswers:
         candidates: list[Headline] = []  # Their headers fit; payloads are read several at once
         searched, deadline = 0, time.monotonic() + SEARCH_S
         first = max(1, state.first_seq)
-        async for line in self._newest_first(high, first):
+        async for line in self.newest_first(high, first):
             searched, high = searched + 1, line.seq
             if chosen.fits(line, self._reader.held.disposition(line.seq), with_lag=False) is not False:
                 candidates.append(line)
@@ -145,7 +145,7 @@ class SampleAnswers:
         span = {"first_seq": first, "last_seq": state.last_seq, "filter": chosen.words}
         return {"rows": rows, "next": high if high > first else None, "searched": searched, **span}
 
-    async def _newest_first(self, before: int, first: int) -> AsyncIterator[Headline]:
+    async def newest_first(self, before: int, first: int) -> AsyncIterator[Headline]:
         """Yield the held headers without a gap, then those of the stream."""
         high, size = before, _CHUNK[0]
         async for line in _interruptible(self._reader.held.newest_first(before)):

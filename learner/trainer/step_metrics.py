@@ -287,7 +287,7 @@ class ValueRecord:
         """Begin a step with the rows that are trained."""
         self._rows = []
         if self._records:
-            chosen_N = self._chosen(batch)
+            chosen_N = self.chosen(batch)
             self._at = [np.flatnonzero(row.loss_mask_T & chosen_N[row.sample_T]) for row in batch.micro_batches]
 
     def row(self, tokens: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
@@ -331,7 +331,7 @@ class ValueRecord:
             weights=by_run(weights, lengths_R),
         )
 
-    def _chosen(self, batch: StepBatch) -> NDArray[np.bool_]:
+    def chosen(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Return the recorded samples, [N]: groups in the order of a hash, so that a repeated step has the same."""
         rows = batch.micro_batches
         samples_K = np.concatenate([row.sample_T[row.loss_mask_T] for row in rows])

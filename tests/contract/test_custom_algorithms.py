@@ -370,7 +370,7 @@ def rejected(rule: Objective, delta_T: Tensor, mask_T: Tensor, sequence_T: Tenso
         lag_T=zeros_T.long(),
         advantages_T=zeros_T,
     )
-    [found_T] = rule._rejected(tokens, delta_T, delta_T, Coupled()).values()
+    [found_T] = rule.rejected(tokens, delta_T, delta_T, Coupled()).values()
     return found_T
 
 
@@ -409,7 +409,7 @@ def test_a_rule_of_ones_own_joins_the_others_and_returns_a_mask() -> None:
     )
     place = {"mask_T": mask_T, "sample_T": sequence_T, "num_samples": 4, "rollout_T": torch.zeros_like(delta_T)}
     tokens = Tokens(**place, lag_T=sequence_T, advantages_T=delta_T)
-    assert set(both._rejected(tokens, delta_T, delta_T, Coupled())) == {"k1_token", "drifting", "veto"}
+    assert set(both.rejected(tokens, delta_T, delta_T, Coupled())) == {"k1_token", "drifting", "veto"}
 
 
 def denominators(mask_T: Tensor, sample_T: Tensor) -> Denominators:

@@ -76,7 +76,7 @@ async def test_a_push_that_begins_while_a_load_waits_is_not_discarded(
 ) -> None:
     async with serving(directories[0]) as served, joined(served) as push:
         updates = served.engine.updates
-        async with updates._writing:
+        async with updates.writing:
             catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
             for _ in range(10):
                 await turn()  # it finds no open push, and waits

@@ -143,7 +143,7 @@ async def test_a_taskset_that_verifiers_ships_is_played_as_it_is(python: str, tm
             (await rollout.sample(asking(row, max_new_tokens=200), number, "n")).sample
             for number, row in enumerate(made_of)
         ]
-        texts = [scene.gateway._model.text.decode(sample.tokens.tolist(), skip_special=False) for sample in samples]
+        texts = [scene.gateway.model.text.decode(sample.tokens.tolist(), skip_special=False) for sample in samples]
     for sample, text in zip(samples, texts, strict=True):
         check_sample(sample)
         assert sample.turns is not None and 2 <= len(sample.turns.at) <= 20, "the game answers, until its end"
@@ -168,7 +168,7 @@ async def test_a_taskset_of_one_turn_makes_samples(
         for metadata, got in (({}, "None"), ({"verifiers": {"taskset": "other"}}, "'other'")):
             with pytest.raises(GenerationFailed, match=f"want a task of verifiers_sums, got {got}"):
                 await rollout.sample(asking({"prompt": "x", "label": None, "metadata": metadata}), 0, "n0")
-        text = scene.gateway._model.text.decode(made.sample.tokens.tolist(), skip_special=False)
+        text = scene.gateway.model.text.decode(made.sample.tokens.tolist(), skip_special=False)
     sample = made.sample
     check_sample(sample)
     assert made.scored and "Add." in text and "1+2=" in text and "2+3=" in str(again.sample.prompt)

@@ -163,7 +163,7 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
     "a plan": ("actor-0", lambda bus: _publish(bus, "tm.r.plan.plan")),
     "the epoch": ("actor-0", lambda bus: bus.rows("run").put("epoch", {"epoch": 9})),
     "the weights": ("engine-0", lambda bus: bus.rows("weights").put("head", {"version": 9})),
-    "a purge": ("actor-0", lambda bus: bus.samples._jet.purge("TM_r_SAMPLES", 2)),
+    "a purge": ("actor-0", lambda bus: bus.jet.purge("TM_r_SAMPLES", 2)),
     "a read of all samples": ("actor-0", _api("STREAM.MSG.GET.TM_r_SAMPLES")),
     "a scorer's row": ("actor-0", lambda bus: bus.rows("live").put("scorer.actor-0", {})),
     "a lease by a scorer": ("scorer-0", lambda bus: bus.tasks.lease(60)),

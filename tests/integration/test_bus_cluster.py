@@ -54,7 +54,7 @@ def done(step: int, epoch: int = 1) -> Done:
 def test_ports_of_routes_are_reserved_until_the_bus_stops(tmp_path: Path) -> None:
     """Each server needs the ports of all before the others listen."""
     servers = EmbeddedBus(tmp_path / "bus", RUN, BusConfig(cluster=3))
-    ports = [port.number for port in servers._routes]
+    ports = [port.number for port in servers.routes]
     assert len(set(ports)) == 3
     for number in ports:
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):

@@ -889,18 +889,18 @@ async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
             on_published=lambda version, step: None,
         )
         await bus.plans.fence(1)
-        await outcomes._note_use_of_bus()
+        await outcomes.note_use_of_bus()
         assert 0 < outcomes.records_fullness < 0.01, "of what the quota leaves for records"
-        assert await outcomes._waited_for(7, created) == 3
+        assert await outcomes.waited_for(7, created) == 3
         outcomes.fullness = 0.86 if full == "SAMPLES" else 0.0
-        outcomes._used = {"TASKS": 0.99, "PLAN": 0.0, full: 0.86}
+        outcomes.used_shares = {"TASKS": 0.99, "PLAN": 0.0, full: 0.86}
         with caplog.at_level(logging.ERROR):
-            assert await outcomes._waited_for(7, created) == 7
+            assert await outcomes.waited_for(7, created) == 7
         assert f"{full} is 86 % full: readers slow are left behind at 3" in caplog.text
         places = await Cursors(bus).all()
         assert {name: place.given_up for name, place in places.items()} == {"slow": True, "quick": False}
         for dead_share, fullness in ((0.84, 0.1), (0.86, 0.86)):  # letters are trimmed from 0.85 on, not before
-            outcomes._used = {"TASKS": 0.1, "DEAD": dead_share}
+            outcomes.used_shares = {"TASKS": 0.1, "DEAD": dead_share}
             assert outcomes.records_fullness == fullness
         await server.close()
 

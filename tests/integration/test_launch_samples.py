@@ -40,7 +40,7 @@ from tidemill.weightstore.store.registry import VersionRegistry
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return cli._parser().parse_args([*words])
+    return cli.command_parser().parse_args([*words])
 
 
 class Scene:

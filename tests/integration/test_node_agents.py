@@ -227,7 +227,7 @@ async def test_nodes_that_do_not_reach_each_other_start_no_ranks_until_they_do(o
                 await until(
                     lambda: all(any(re.search(apart, row.waits_for) for row in each.shown) for each in (leader, other))
                 )
-            other.agent._limits = Limits(wait_s=0.0)  # it has waited for long enough
+            other.agent.limits = Limits(wait_s=0.0)  # it has waited for long enough
             with pytest.raises(LearnerEnded, match=apart):
                 await other.ended()
         assert leader.ranks.parts.empty() and leader.ranks.alive == 0
@@ -318,8 +318,8 @@ async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(
         await leader.started()
         await other.started()
         leader.ranks.steps()
-        assert math.isfinite(leader.agent._stepped_s)
-        leader.agent._stepped_s = math.inf  # as if it made steps all the time
+        assert math.isfinite(leader.agent.stepped_s)
+        leader.agent.stepped_s = math.inf  # as if it made steps all the time
         nats_server.kill()
         async with asyncio.timeout(WITHIN_S):
             await until(lambda: not other.ranks.alive)

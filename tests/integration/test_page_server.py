@@ -156,7 +156,7 @@ async def test_hostile_samples_are_text_with_visible_escapes_and_cut(open_bus: B
 
 
 def arguments(*words: str) -> Any:
-    return cli._parser(("tail",)).parse_args(["tail", "--last", "100", *words])
+    return cli.command_parser(("tail",)).parse_args(["tail", "--last", "100", *words])
 
 
 FILTERS = ("reward=<0.5", "reward=1", "tokens=4..5", "status=truncated status=completed", "kind=eval", "task=2.1")

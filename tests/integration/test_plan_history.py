@@ -33,7 +33,7 @@ class SyntheticRun:
         self.step = self.seq = self.dropped = self.task = self.plan_seq = 0
         self.created = ""
         self.plan_bytes: list[int] = []
-        self._oldest: JsonObject | None = None
+        self.oldest: JsonObject | None = None
 
     async def begin(self) -> None:
         await self.bus.tasks.fence(1)
@@ -89,11 +89,11 @@ class SyntheticRun:
 
     async def _checkpoint(self) -> None:
         """Trim as the learner does, to the checkpoint before, without a window of samples."""
-        if self._oldest is not None:
-            await self.bus.samples.trim(self._oldest["samples"]["floor"] + 1)
-            await self.bus.tasks.trim(self._oldest["tasks"]["floor"] + 1)
-            await compact(self.bus, self._oldest, give_up=self.give_up)
-        self._oldest = {
+        if self.oldest is not None:
+            await self.bus.samples.trim(self.oldest["samples"]["floor"] + 1)
+            await self.bus.tasks.trim(self.oldest["tasks"]["floor"] + 1)
+            await compact(self.bus, self.oldest, give_up=self.give_up)
+        self.oldest = {
             "step": self.step,
             "plan_seq": self.plan_seq,
             "samples": {"created": self.created, "floor": self.seq, "settled": []},
@@ -194,13 +194,13 @@ async def test_a_log_that_is_almost_full_is_removed_to_the_oldest_checkpoint(ope
         await run.take(2 * EVERY)
         removed = (await read_history(bus)).removed
         assert removed is not None and run.step - removed.step < 4 * EVERY
-        assert run._oldest is not None
-        await bus.samples.trim(run._oldest["samples"]["floor"] + 1)
-        await bus.tasks.trim(run._oldest["tasks"]["floor"] + 1)
+        assert run.oldest is not None
+        await bus.samples.trim(run.oldest["samples"]["floor"] + 1)
+        await bus.tasks.trim(run.oldest["tasks"]["floor"] + 1)
         for _ in range(3):  # the oldest checkpoint may be the same for a while
-            await compact(bus, run._oldest, give_up=True)
+            await compact(bus, run.oldest, give_up=True)
         first = min([record.step async for _, record in bus.plans.scan() if isinstance(record, Plan)])
-        assert removed.step < first <= run._oldest["step"], "a restart from a checkpoint reads its plan"
+        assert removed.step < first <= run.oldest["step"], "a restart from a checkpoint reads its plan"
         versions = [key for key in await bus.rows("weights").keys() if key.startswith("v.")]
         assert len(versions) > LEAST_VERSIONS, "open tasks may name them"
         accounting = await run.audited()

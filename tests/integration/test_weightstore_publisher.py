@@ -79,7 +79,7 @@ def publishing(
     try:
         publisher.start()
         assert publisher.connected is not None
-        publisher.connected.view._dead_after_s = dead_after_s
+        publisher.connected.view.dead_after_s = dead_after_s
         yield publisher
     finally:
         publisher.close(drain=False)

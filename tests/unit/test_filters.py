@@ -424,7 +424,7 @@ def test_no_share_of_rejected_groups_stops_a_run(rejected: float, max_lag: int, 
             (of,) = pond.issue(issued, prompt_epoch=wanted.prompt_epoch, offset=wanted.offset, **changes)
             if chance.random() < 0.7:
                 pond.complete(of)
-        for of in [group.task for group in pond.source._groups.values() if not group.samples]:
+        for of in [group.task for group in pond.source.groups.values() if not group.samples]:
             if chance.random() < 0.5:
                 pond.complete(of, (pond.source.head[0] if max_lag else of.min_version, 3))  # type: ignore[index]
         for of, _ in pond.source.unjudged():

@@ -74,9 +74,9 @@ def test_a_store_belongs_to_one_run(store: ObjectStore, tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", [b"", b'{"run": "mi'])
 def test_an_owner_that_was_written_in_part_is_none(store: ObjectStore, tmp_path: Path, torn: bytes) -> None:
     """A process was killed meanwhile. Beside checkpoints it is an unknown run's."""
-    store._write(OWNER, torn)
+    store.write(OWNER, torn)
     assert store.owner() == "?" and store.claim("mine") == "mine" == store.owner()
-    store._write(OWNER, torn)
+    store.write(OWNER, torn)
     uploaded(store, written(tmp_path / "disk"))
     assert store.claim("another's") == "?"
 

@@ -8,7 +8,7 @@ import pytest
 from tidemill.actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, served
 from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.task_settings import Budget
-from tidemill.launch.cli.main import _parser
+from tidemill.launch.cli.main import command_parser
 from tidemill.launch.settings.config_loader import SettingsError, changes, from_map, load, to_map
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.feed.feeder_settings import within
@@ -198,8 +198,8 @@ def test_contradictions(tmp_path: Path, text: str, complaint: str) -> None:
 
 
 def test_the_command_of_an_actor_names_rollouts() -> None:
-    assert _parser().parse_args(["actor", "--bus", "nats://127.0.0.1:1"]).set == []
-    args = _parser().parse_args(
+    assert command_parser().parse_args(["actor", "--bus", "nats://127.0.0.1:1"]).set == []
+    args = command_parser().parse_args(
         ["actor", "--bus", "nats://127.0.0.1:1", "--rollouts", "a,single_turn", "--set", "actor.retries=5"]
     )
     found = changes(args.set, {})

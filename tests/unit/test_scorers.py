@@ -151,9 +151,9 @@ async def test_a_scorer_that_is_not_there_is_not_counted_as_lost(address: str) -
         known = Known(address)
         async with remote_scoring(known) as remote:
             waiting = asyncio.create_task(remote.score(REQUEST))
-            pool = remote._pool
+            pool = remote.pool
             await until(
-                lambda: max((entry.failures for entry in pool._entries.values()), default=0) > MAX_LOST, every_s=0.005
+                lambda: max((entry.failures for entry in pool.entries.values()), default=0) > MAX_LOST, every_s=0.005
             )
             assert not waiting.done()
             known.statuses = Known(url).statuses
@@ -233,7 +233,7 @@ async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch:
             await calls(1)
             known.statuses = [replace(status, process="h s0 2")]
             await calls(2)
-            (entry,) = remote._pool._entries.values()
+            (entry,) = remote.pool.entries.values()
 
             async def missing(is_missing: bool) -> None:
                 known.statuses = [] if is_missing else [replace(status, process="h s0 2")]

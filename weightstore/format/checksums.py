@@ -102,7 +102,7 @@ def sum64(tensors: Sequence[Tensor]) -> str:
     # A tensor can be viewed as int32 only from a multiple of 4 bytes of its storage; a bucket may hold it at any other.
     if flat.storage_offset() % 4:
         flat = flat.clone()
-    lanes, factors = flat.view(torch.int32), _factors(flat.device)
+    lanes, factors = flat.view(torch.int32), lane_factors(flat.device)
     # Products and sums of int64 wrap modulo 2^64 on every device, which is the modulus of the scheme. The factor of a
     # lane is the factor of its place in the block times the factor of the block, so one table of LANES factors serves
     # tensors of any size.
@@ -175,7 +175,7 @@ def _mixed(position: int) -> int:
 
 
 @functools.cache
-def _factors(device: torch.device) -> Tensor:
+def lane_factors(device: torch.device) -> Tensor:
     """Return int64 [LANES]: the odd numbers of positions 0, 1, ..."""
     import numpy as np  # torch has no shift of unsigned 64-bit integers
 
