@@ -177,7 +177,7 @@ async def test_rewards_are_numbers_and_failures_of_the_environment_fail_the_epis
         game = OpenEnv(url, observation="text")
         await game.reset({"prompt": "p"})
         assert await game.step("x") == ("b", 0.0, False)
-        with pytest.raises(RuntimeError, match="want a number or null, got 'much'"):
+        with refusal(RuntimeError, got="'much'"):
             await game.step("x")
         with pytest.raises(RuntimeError, match=r"the environment failed: boom \(EXECUTION_ERROR\)"):
             await game.step("x")

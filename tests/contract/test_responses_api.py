@@ -11,6 +11,7 @@ import pytest
 from tests.engine_serving import serving
 from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_reciting_model
+from tests.refusals import refusal
 from tests.router_kit import faulty, routing
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.http_api import DONE, event
@@ -105,9 +106,7 @@ async def test_through_the_router_and_what_is_incomplete_or_refused(model_dir: P
             "max_output_tokens",
             2,
         )
-        with pytest.raises(
-            openai.BadRequestError, match="previous_response_id: not supported: responses are not stored"
-        ):
+        with refusal(openai.BadRequestError, param="previous_response_id"):
             await said(client, ASKED, streamed=streamed, previous_response_id="resp_1")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.bus_fixtures import BusOpener
 from tests.page_kit import HOSTILE, SHOWN, Run, page_of, routes_of
+from tests.refusals import refusal
 from tests.waits import LIMIT_S, until
 from tidemill.bus.errors import StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -349,7 +350,7 @@ async def test_a_page_ends_when_another_run_takes_the_name(open_bus: BusOpener) 
         await reader.looked.wait()
         assert await bus.js.delete_stream(subjects.stream(bus.run, subjects.SAMPLES))
         await bus.create_layout()
-        with pytest.raises(StreamReplaced, match="samples of"):
+        with refusal(StreamReplaced, stream=f"samples of {bus.run}"):
             await reading
 
 
@@ -360,7 +361,7 @@ async def test_other_runs_are_drawn_over_this_one(
     lines = ['{"step": 1, "epoch": 1, "train/loss": 3.0, "text": "x", "list": [1]}', "{cut", '{"step": "x"}', "[]"]
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "train/loss": 1.0}']))
-    with pytest.raises(ValueError, match="--compare"):
+    with refusal(ValueError, place="--compare", got=str(tmp_path)):
         ComparedRuns("", "r", [tmp_path])
     async with open_bus(run="another") as other, open_bus() as bus:
         another = await Run(other).begin()

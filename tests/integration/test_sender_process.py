@@ -88,7 +88,7 @@ def test_every_receiver_gets_the_bytes_of_the_staging_memory() -> None:
             sender.send(flat, following=following)
             assert told(one) and told(two)
         sender.close()
-        with pytest.raises(PeerLost, match="the group is closed"):
+        with refusal(PeerLost, group="pair", doing="sending 1000 bytes"):
             sender.send(small)
     assert ended(sender.pid)
 
@@ -140,7 +140,7 @@ def test_closing_ends_a_call_under_way() -> None:
         meeting = asyncio.create_task(asyncio.to_thread(sender.meet))  # no peer comes
         await turn()
         sender.close()
-        with pytest.raises(PeerLost, match="the group is closed"):
+        with refusal(PeerLost, group="pair", doing="meeting 1 peers"):
             await meeting
 
     began = time.monotonic()

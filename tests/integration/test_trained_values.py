@@ -14,6 +14,7 @@ from tests.bus_kit import Proxy, make_episode
 from tests.debug_kit import VOCAB
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples, with_long_prompts
+from tests.refusals import refusal
 from tests.waits import until
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus, connect
@@ -268,5 +269,5 @@ async def test_a_stream_without_room_is_a_drop_with_its_reason(
 
 async def test_a_message_larger_than_the_server_takes_names_the_setting(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
-        with pytest.raises(WireError, match=r"learner\.record\.step_bytes"):
+        with refusal(WireError, field="learner.record.step_bytes"):
             await bus.trained.store(message(1, tokens=1_000_000))

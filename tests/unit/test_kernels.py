@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -116,9 +117,11 @@ def test_cudnn_is_chosen_for_long_sequences_where_it_has_been_checked() -> None:
     ):
         site = dataclasses.replace(FAST, **change)  # type: ignore[arg-type]
         assert choose_attention("auto", site).kernel == VARLEN
-        with pytest.raises(ConfigRefused, match=f"learner.attention: want varlen or auto, got 'cudnn: .*{obstacle}"):
+        with refusal(
+            ConfigRefused, field="learner.attention", want="varlen or auto", got=re.compile(f"^cudnn: .*{obstacle}")
+        ):
             choose_attention("cudnn", site)
-    with pytest.raises(ConfigRefused, match=r"learner.attention: want sdpa or auto, got 'cudnn: the device is cpu"):
+    with refusal(ConfigRefused, field="learner.attention", want="sdpa or auto", got=re.compile(r"^cudnn: .*\bcpu\b")):
         choose_attention("cudnn", dataclasses.replace(FAST, device="cpu"))
 
 
@@ -133,10 +136,7 @@ def test_the_activation_is_fused_only_where_the_same_bits_are_not_asked_for() ->
         dataclasses.replace(fast, compiler="triton needs a C compiler"),
     ):
         assert choose_fused_activation("auto", site).kernel == "separate"
-        with pytest.raises(
-            ConfigRefused,
-            match=r"learner.fused_activation: want auto or never, got 'always: (the device is cpu|triton)",
-        ):
+        with refusal(ConfigRefused, field="learner.fused_activation", got=re.compile(r"^always: .*\b(cpu|triton)\b")):
             choose_fused_activation("always", site)
 
 
@@ -150,9 +150,7 @@ def test_kernels_of_our_own_are_chosen_wherever_triton_runs() -> None:
         dataclasses.replace(HOPPER, compiler="the package triton is not installed"),
     ):
         assert choose("auto", site).kernel == "separate"
-        with pytest.raises(
-            ConfigRefused, match=r"learner.fused_rotary: want auto or never, got 'always: the (device is cpu|package)"
-        ):
+        with refusal(ConfigRefused, field="learner.fused_rotary", got=re.compile(r"^always: .*\b(cpu|triton)\b")):
             choose("always", site)
 
 
@@ -169,9 +167,7 @@ def test_experts_are_grouped_where_torch_has_a_product_for_them() -> None:
     ):
         bad = dataclasses.replace(site, **change)
         assert choose_grouped_experts("auto", bad).kernel == "sequential"
-        with pytest.raises(
-            ConfigRefused, match=f"learner.grouped_experts: want auto or never, got 'always: .*{obstacle}"
-        ):
+        with refusal(ConfigRefused, field="learner.grouped_experts", got=re.compile(f"^always: .*{obstacle}")):
             choose_grouped_experts("always", bad)
 
 

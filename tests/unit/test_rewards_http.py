@@ -217,7 +217,7 @@ async def test_a_judge_without_a_grade_in_bounds_is_asked_again() -> None:
         answering(lambda number, asked: web.json_response({"choices": []})) as (url, asked),
         asking(Judge(url, model="m")) as judge,
     ):
-        with pytest.raises(RewardFailed, match="want choices"):
+        with refusal(RewardFailed, reward="judge", outside=True, reason=re.compile(r"choices\[0\]\.message\.content")):
             await judge(request())
 
 
