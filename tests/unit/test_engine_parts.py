@@ -4,6 +4,7 @@ errors.
 
 import asyncio
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from safetensors.torch import save_file
 
 from tests.refusals import refusal
 from tests.tiny_models import SERVED, tiny_model, write_tiny_tokenizer
+from tests.waits import LIMIT_S
 from tidemill.actors.engines.engine_client import read_generation
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin.backend import Progress, response_json
+from tidemill.actors.serving.builtin.receiving import JoinedGroup
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weights import MAPPED_BYTES, read_safetensors
@@ -170,6 +173,24 @@ def test_an_answer_of_sglang_is_parsed_and_a_broken_one_refused() -> None:
             read_generation("http://x", told | {"meta_info": meta | wrong})
     with refusal(EngineFailed, reason="broken"):
         read_generation("http://x", {"error": {"message": "broken"}})
+
+
+async def test_a_buffer_that_is_too_small_is_freed_before_its_message_is_received() -> None:
+    class Messages:
+        buffers: ClassVar[list[int]] = []
+
+        def receive(self, num_bytes: int, timeout_s: float, into: torch.Tensor) -> torch.Tensor:
+            self.buffers.append(len(into))
+            return into[:num_bytes] if len(into) >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
+
+        def close(self) -> None:
+            pass
+
+    group = JoinedGroup(Messages())  # type: ignore[arg-type]
+    for num_bytes in (10, 20, 15):
+        group.return_buffer(await (await group.receive(num_bytes, LIMIT_S, None)))
+    assert Messages.buffers == [0, 0, 20]
+    group.close()
 
 
 def test_a_weight_file_is_mapped_in_pieces(tmp_path: Path) -> None:
