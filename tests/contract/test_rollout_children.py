@@ -1,6 +1,6 @@
 """Child processes of rollouts: results, faults, and everything that a program can do to its process."""
 
-# ruff: noqa: ASYNC220, ASYNC240 - other processes are waited for
+# ruff: noqa: ASYNC220 - other processes are waited for
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import refusal
-from tests.waits import LIMIT_S, until
+from tests.waits import LIMIT_S, until, until_gone
 from tidemill.actors.episodes import children as episode_children
 from tidemill.actors.episodes.children import LOADS, Children
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
@@ -71,14 +71,14 @@ async def begun(file: Path) -> None:
 
 async def ended(pid: int) -> None:
     """Wait until a process is no more, or a corpse that its parent has not buried."""
-    while True:
+
+    def runs() -> bool:
         try:
-            state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
         except (FileNotFoundError, ProcessLookupError):
-            return
-        if state == b"Z":
-            return
-        await asyncio.sleep(0.005)
+            return False
+
+    await until_gone(runs)
 
 
 async def test_results() -> None:

@@ -101,8 +101,7 @@ async def test_a_cancelled_close_still_closes(nats_server: EmbeddedServer, steps
     await connection.open(nats_server.url, "cancelled", 10)
     await connection.nc.subscribe("any", cb=_ignored)
     closing = asyncio.create_task(connection.close())
-    for _ in range(steps):
-        await turn()
+    await turn(steps)
     cancelled = closing.cancel()
     await asyncio.wait({closing})
     assert closing.cancelled() == cancelled
@@ -253,8 +252,7 @@ async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_
                 await asked.wait()
             forget = connection.on_lost(lambda heard=heard: heard.append(1))
             await connection._on_disconnected()
-            for _ in range(turns):
-                await turn()
+            await turn(turns)
             await connection._on_closed()
             forget()
             with pytest.raises(BusUnavailable):

@@ -84,10 +84,15 @@ async def test_a_killed_server_is_started_again_and_named(tmp_path: Path) -> Non
 
 async def full(bus: Bus, *, reason: str) -> str:
     """Wait until the bus gives this reason for storing nothing, or, without ``reason``, none. Return the whole text."""
-    async with asyncio.timeout(LONG_S):
-        while not (reason in (got := await bus.full()) and bool(got) == bool(reason)):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    return got
+    text = ""
+
+    async def gives_it() -> bool:
+        nonlocal text
+        text = await bus.full()
+        return reason in text and bool(text) == bool(reason)
+
+    await until(gives_it, timeout_s=LONG_S)
+    return text
 
 
 async def stored_ids(bus: Bus) -> Counter[tuple[int, int]]:
