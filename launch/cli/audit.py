@@ -70,7 +70,7 @@ async def _checkpoints(
 ) -> tuple[Path | None, tuple[float, float]]:
     """Return the directory of the run's checkpoints, None when none are on this machine, and the newest that counts.
 
-    A directory may have later ones than the bus knows: those of the run that a restored bus was copied from.
+    A directory may have later checkpoints than the bus knows: a restored bus is a copy of an earlier state of its run.
     """
     row, _ = await bus.rows("run").read(disk.CHECKPOINT_KEY)
     newest = (math.inf, math.inf) if row is None else (row["step"], row.get("epoch", math.inf))

@@ -11,7 +11,7 @@ from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.settings.config import LearnerConfig
 
-GATHERED = 2  # layers that are whole at a time: the one that computes, and the next one, which is gathered meanwhile
+GATHERED = 2  # layers that are whole at a time: the layer that computes, and the next one, which is gathered meanwhile
 _LAYER = re.compile(r"(.*\.layers\.\d+)\.")
 
 

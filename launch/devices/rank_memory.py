@@ -66,7 +66,7 @@ class Activations:
         norms = 2 * (self._norm(hidden) + hidden * item) + self._post_norm(shape)
         # Cosines and sines, for queries and for keys
         rotary = 0 if self.rotary_kernel else 4 * shape.rope.size(shape.head_dim) * item
-        # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of
+        # the joint projection (the values are a view of it), rotated queries and keys, the output, and the sums of
         # the softmax
         attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
         head_norms = self._head_norms(heads, kv_heads, shape.head_dim) if shape.head_norm else 0

@@ -45,7 +45,7 @@ class Want:
     """Sizes and settings of a run that decide on the placement."""
 
     ranks: int = 0  # Ranks to place
-    nodes: int = 1  # Nodes of the learner, each with as many ranks, of which these are placed
+    nodes: int = 1  # Nodes of the learner, each with as many ranks; these ranks are placed
     tp: int = 1
     pp: int = 1
     cp: int = 1

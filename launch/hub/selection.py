@@ -91,7 +91,7 @@ def is_offline() -> bool:
 
 
 def _raise_failure(where: str, what: str, repo: str, error: Exception) -> None:
-    # An OSError of the file system has a number. The library's own and those of hf_xet, which transfers large files,
+    # An OSError of the file system has a number. Errors of the library and of hf_xet, which transfers large files,
     # have none. hf_xet raises RuntimeError too where a connection fails.
     if isinstance(error, OSError) and error.errno is not None:
         got = f"{error.filename or cache()}: {error.strerror}"

@@ -182,7 +182,7 @@ class RunReader:
         self.headers_read.set()
 
     async def _follow_headers(self, first: int) -> None:
-        """Register new headers while the page is watched; after a time without viewers, those that came meanwhile."""
+        """Register new headers while the page is watched; after a time without viewers, the missed headers."""
         while True:
             await self.watched.wait()
             newest = (await self.bus.retry(self.history.state)).last_seq

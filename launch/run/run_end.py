@@ -142,7 +142,7 @@ def until_end(
 ) -> AbstractAsyncContextManager[None]:
     """While entered, set ``draining``, and ``ended`` before it, when the run has ended, if ``on``.
 
-    ``run``: empty = the one of the bus. ``resume_s``: as for ``new_end``.
+    ``run``: empty = the run of the bus. ``resume_s``: as for ``new_end``.
     """
     return beside(*([_drain_at_end(bus_url, run, draining, ended, name=name, resume_s=resume_s)] if on else []))
 

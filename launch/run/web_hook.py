@@ -122,7 +122,7 @@ class WebHook:
 
     @asynccontextmanager
     async def sending(self) -> AsyncIterator[None]:
-        """Send notices while entered, and for ``FLUSH_S`` afterwards those that wait."""
+        """Send notices while entered, and for ``FLUSH_S`` afterwards the notices that wait."""
         if not self._url:
             yield
             return

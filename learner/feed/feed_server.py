@@ -177,7 +177,7 @@ class FeedServer:
         await self._serve()
 
     async def last(self, last: Last) -> None:
-        """Answer the first request of each rank for the step after ``last.step``, of which no batch is offered."""
+        """Answer the first request of each rank for the step after ``last.step``, which has no batch."""
         self._last = last
         await self._serve()
 

@@ -1,4 +1,4 @@
-"""Values of trained tokens on their way from the ranks into the stream TRAINED, for those who look at the run.
+"""Values of trained tokens on their way from the ranks into the stream TRAINED, for viewers of the run.
 
 Consumes the ranks' messages; names the samples of a planned step; stores each message by one try. No step waits for it:
 a message that finds the queue full, that the bus does not store, or that is malformed is dropped and counted.

@@ -133,7 +133,7 @@ class Weights(Protocol):
         """Let the next pass see weights that were written outside of an optimizer step."""
 
     def load_reference(self, directory: Path) -> None:
-        """Load the weights of another model directory of the same shape, but for those of heads for further tokens.
+        """Load the weights of another model directory of the same shape, except for the heads for further tokens.
         Raises ConfigRefused.
         """
 
@@ -151,7 +151,7 @@ class Exports(Protocol):
         """
 
     def export_part(self, senders: int, *, without_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield those of them that this rank sends; all ranks run the iterator to its end. Raises MemoryReleased.
+        """Yield the tensors that this rank sends; all ranks run the iterator to its end. Raises MemoryReleased.
 
         ``senders``: ranks of each stage among which its layers are dealt out. ``without_adapters``: the frozen weights.
         """
@@ -210,7 +210,7 @@ class Policy(Weights, Exports, Protocol):
 
     @property
     def begins_apart(self) -> bool:
-        """True if the weights of a new run differ from those of the model directory."""
+        """True if the weights of a new run differ from the weights of the model directory."""
 
     @property
     def obstacle(self) -> str:
@@ -264,7 +264,7 @@ class Backend(Protocol[P, O]):
 
     @property
     def damaged(self) -> tuple[type[Exception], ...]:
-        """Errors of damaged checkpoints that its libraries have beside those of torch."""
+        """Errors of damaged checkpoints that its libraries raise beside the errors of torch."""
 
     def open_policy(
         self,

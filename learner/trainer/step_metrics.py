@@ -1,5 +1,5 @@
 """Metrics of a step by name (``docs/metrics.md``): of its minibatches, from sums over micro-batches and ranks, and of
-its samples; and a bounded part of the values of its trained tokens, for those who look at the run.
+its samples; and a bounded part of the values of its trained tokens, for viewers of the run.
 
     begin (which tokens) -> each row's loss: its tensors are kept -> end: one copy to the CPU, in columns
 

@@ -306,7 +306,7 @@ class Trainer:
             terms = replace(terms, further_tokens=trained)
         biases = [(bias, bias.clone()) for bias in self.policy.moving_biases()]
         sums = self._passes.gradients(rows, partial(self._loss, terms=terms), forward_only=warms_up)
-        if warms_up:  # the metrics are those of the policy that stays
+        if warms_up:  # the metrics describe the policy that stays
             return self._collected(Update(sums=sums, norm=0.0, rate=0.0), rows)
         scale = 1.0
         if self._algorithm.ess_lr and terms.denominators.tokens:
@@ -343,7 +343,7 @@ class Trainer:
 
 
 def _referred(row: Row, scores: Scores) -> Row:
-    """Return the row with the scores of the reference; those of a teacher's tokens replace those of the samples."""
+    """Return the row with the scores of the reference. Scores of a teacher's tokens replace the samples' scores."""
     tokens, (ids_TK, listed_TK) = replace(row.seen, reference_T=scores.log_probs_T), scores.listed
     if ids_TK is None:
         return replace(row, seen=tokens)

@@ -27,7 +27,6 @@ from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness import HeartbeatPublisher, LiveView
-from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.catch_up import fetch
@@ -36,16 +35,6 @@ from tidemill.weightstore.format.checksums import ChecksumReport, differences, s
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.store.registry import VersionRegistry
-
-
-@pytest.fixture
-def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
-    async def layout() -> None:
-        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=60) as bus:
-            await bus.create_layout()
-
-    asyncio.run(layout())
-    return nats_server.url
 
 
 class Loader:

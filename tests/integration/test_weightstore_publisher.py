@@ -22,7 +22,6 @@ from tests.waits import LIMIT_S, poll, until
 from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced
-from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.catch_up import Joiner, keep_up
@@ -49,16 +48,6 @@ SLACK_S = 120.0
 """Seconds that a busy machine may add; a push that waits for a hung engine without a deadline takes longer."""
 GOOD = Behaviour()
 over_both = pytest.mark.parametrize("transport", ["broadcast", "handles"])
-
-
-@pytest.fixture
-def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
-    async def layout() -> None:
-        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=60) as bus:
-            await bus.create_layout()
-
-    asyncio.run(layout())
-    return nats_server.url
 
 
 @contextmanager

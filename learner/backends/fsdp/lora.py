@@ -1,5 +1,5 @@
-"""The weights that are trained: all, all but those that ``learner.optimizer.freeze`` names, or adapters of low rank
-alone (``learner.lora``).
+"""The weights that are trained: all, all but the weights that ``learner.optimizer.freeze`` names, or adapters of low
+rank alone (``learner.lora``).
 
     y = W x + scale * B (A x)        W frozen; A [r, in] and B [out, r] trained; B = 0 at the start
 
@@ -160,7 +160,7 @@ class Adapters:
         return self._base
 
     def names(self, letter: str = "") -> list[str]:
-        """Return the names of the parameters of all adapters, or of those of one ``letter`` (A or B)."""
+        """Return the names of the parameters of all adapters, or of one ``letter`` (A or B)."""
         return [name for name, _ in self._root.transformer.named_parameters() if f"{MARK}{letter}" in name]
 
 

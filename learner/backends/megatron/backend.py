@@ -73,7 +73,7 @@ def module_outputs(
 
 
 def _order(name: str) -> float:
-    """Return the place of a module among those of other stages; modules of one layer are in order already."""
+    """Return the place of a module among the modules of other stages; modules of one layer are in order already."""
     layer = name.split(".")[1] if name.startswith("layers.") else ""
     return int(layer) if layer else -1 if name == "embedding" else np.inf
 
