@@ -77,7 +77,7 @@ async def _checkpoints(
     places = [args.checkpoints, Path(args.run_dir) / "checkpoints" if args.run_dir else None]
     places += [Path(row["directory"]).parent if row is not None else config.checkpoints]
     for place in places:
-        if place is not None and any((one.step, one.epoch) <= newest for one in disk.listed(place)):
+        if place is not None and any((kept.step, kept.epoch) <= newest for kept in disk.listed(place)):
             return place, newest
     return None, newest
 

@@ -67,7 +67,7 @@ SINK = Contract(
         "mlflow": "tidemill.launch.metrics.sinks:MLflow",
         "trackio": "tidemill.launch.metrics.sinks:Trackio",
     },
-    encode=lambda one: json.dumps(asdict(one)).encode(),
+    encode=lambda line: json.dumps(asdict(line)).encode(),
     decode=_decoded,
     checked=_nothing,
 )

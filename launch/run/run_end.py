@@ -77,8 +77,8 @@ async def learners(bus: Bus) -> list[LiveRow]:
     Not of feeders that a later start has replaced, nor of nodes that wait for the leader of their learner.
     """
     for _ in range(LOOKS):
-        if found := await _learners(bus):
-            return found
+        if rows := await _learners(bus):
+            return rows
     return []
 
 

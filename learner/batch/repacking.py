@@ -5,8 +5,8 @@ row as a tree, in which the tokens that several sequences begin with are compute
     tree:  prompt response-1, response-2 behind the prompt, response-3 behind the prompt
 
 A hidden state depends on the tokens before it alone, so the states of a common beginning serve every sequence. Tokens
-behind the last one that predicts a trainable token are not computed. Only rows change: the columns of the step keep every
-sample, so denominators, baselines and counts are as before. Knows numpy, no torch, no bus.
+behind the last one that predicts a trainable token are not computed. Only rows change: the columns of the step keep
+every sample, so denominators, baselines and counts are as before. Knows numpy, no torch, no bus.
 """
 
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ class Muon(torch.optim.AdamW):
         self, groups: Sequence[Mapping[str, Any]], weights: Mapping[Tensor, Tensor], *, lr: float, group: Any
     ) -> None:
         """``weights``: the DTensor of each part. ``group``: the ranks that have its parts."""
-        super().__init__([dict(each) for each in groups], lr=lr, fused=True)
+        super().__init__([dict(group) for group in groups], lr=lr, fused=True)
         self._weights, self._ranks = weights, group
 
     @torch.no_grad()

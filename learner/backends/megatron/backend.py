@@ -58,7 +58,7 @@ def module_outputs(
     One prompt at a time under the current weights. Collective over all ranks; rank 0 gets the whole outputs of all
     stages, the others none. Latent attention has no attention.qkv.
     """
-    ranks, found = policy.parallel, {}
+    ranks, values = policy.parallel, {}
     in_first_column = ranks.dp_rank == ranks.tp_rank == ranks.cp_rank == 0
     policy.memory.want("a forward pass")
     for number, tokens in enumerate(prompts):
@@ -68,8 +68,8 @@ def module_outputs(
         outputs = dict(of_all_stages(iter(stage_outputs), ranks))
         if ranks.rank == 0:
             for name in sorted(outputs, key=_order):
-                found[f"{number}.{name}"] = outputs[name][: num_tokens(name, tokens)].float().cpu().numpy()
-    return found
+                values[f"{number}.{name}"] = outputs[name][: num_tokens(name, tokens)].float().cpu().numpy()
+    return values
 
 
 def _order(name: str) -> float:

@@ -52,7 +52,7 @@ class MegatronRouting(ReplayModes):
             [(layer, router.router_replay) for layer, router in _routers(chunk) if router.router_replay]
             for chunk in chunks
         ]
-        routers = [one for chunk_routers in by_chunk for one in chunk_routers]
+        routers = [router for chunk_routers in by_chunk for router in chunk_routers]
         self._replays: list[Any] = [replay for _, replay in routers]
         ends = list(accumulate(map(len, by_chunk), initial=0))
         self._of_chunks = [slice(start, end) for start, end in pairwise(ends)]

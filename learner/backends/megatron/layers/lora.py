@@ -377,6 +377,6 @@ def _parts(layer: Any, targets: list[str], config: LoraConfig) -> tuple[_Part, .
     else:
         widths = [layer.weight.shape[0] // len(targets)] * len(targets)
     return tuple(
-        _Part(target=one, width=width, trained=one in config.targets)
-        for one, width in zip(targets, widths, strict=True)
+        _Part(target=target, width=width, trained=target in config.targets)
+        for target, width in zip(targets, widths, strict=True)
     )
