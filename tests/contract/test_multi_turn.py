@@ -20,6 +20,7 @@ from tests.episode_kit import Client, stage, task
 from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
 from tests.waits import turn
+from tests.web_server import web_server
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn, Played
@@ -274,13 +275,8 @@ async def listening(posts: Mapping[str, Any]) -> AsyncIterator[str]:
     application = web.Application()
     for path, handler in posts.items():
         application.router.add_post(path, handler)
-    runner = web.AppRunner(application, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with web_server(application) as url:
+        yield url
 
 
 def calling(*calls: tuple[str, object]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from tests.refusals import refusal
+from tests.web_server import web_server
 from tidemill.actors.episodes.programs import environments
 from tidemill.actors.episodes.programs.environments import OpenEnv
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn
@@ -68,13 +69,8 @@ async def server(session: Callable[[], Answer]) -> AsyncIterator[tuple[str, list
 
     application = web.Application()
     application.router.add_get("/ws", serve)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", messages
-    finally:
-        await runner.cleanup()
+    async with web_server(application, shutdown_timeout=0.1) as url:
+        yield url, messages
 
 
 async def always(message: dict[str, Any], socket: web.WebSocketResponse) -> None:

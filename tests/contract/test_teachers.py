@@ -18,6 +18,7 @@ from tests.learner_steps import make_samples
 from tests.refusals import refusal
 from tests.tiny_models import tiny_model, write_tiny_model
 from tests.waits import turn
+from tests.web_server import web_server
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.client.addresses import KeptPort
@@ -63,14 +64,11 @@ async def server(answer: Handler) -> AsyncIterator[str]:
     application = web.Application()
     application[ENDED] = asyncio.Event()
     application.router.add_post("/generate", answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        application[ENDED].set()
-        await runner.cleanup()
+    async with web_server(application, shutdown_timeout=0.1) as url:
+        try:
+            yield url
+        finally:
+            application[ENDED].set()
 
 
 @asynccontextmanager

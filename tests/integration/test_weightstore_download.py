@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
 from tests.refusals import refusal
+from tests.web_server import web_server
 from tidemill.weightstore.catch_up import fetch
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotUnavailable
 from tidemill.weightstore.store import snapshot_files
@@ -31,13 +32,8 @@ async def served(directory: Path, requests: list[tuple[str, str]], *, ranges: bo
 
     app = web.Application()
     app.router.add_get("/v1/{name}", get)
-    runner = web.AppRunner(app, shutdown_timeout=1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    async with web_server(app, shutdown_timeout=1) as url:
+        yield f"{url}/v1"
 
 
 @pytest.fixture

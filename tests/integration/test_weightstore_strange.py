@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestServer
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
 from tests.refusals import refusal
+from tests.web_server import web_server
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced
 from tidemill.bus.streams.bus import connect
@@ -49,17 +50,8 @@ async def member_of(path: str, answer: dict[str, Any]) -> AsyncIterator[Member]:
 
     app = web.Application()
     app.router.add_post("/{path}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession() as session:
-            yield Member(
-                row_of(url), HttpReceiver(session, url, epoch=3, deadlines=Deadlines(20)), deadlines=Deadlines(20)
-            )
-    finally:
-        await runner.cleanup()
+    async with web_server(app) as url, aiohttp.ClientSession() as session:
+        yield Member(row_of(url), HttpReceiver(session, url, epoch=3, deadlines=Deadlines(20)), deadlines=Deadlines(20))
 
 
 def row_of(url: str) -> LiveRow:

@@ -13,6 +13,7 @@ from aiohttp import ClientSession, web
 
 from tests.refusals import refusal
 from tests.waits import until
+from tests.web_server import web_server
 from tidemill.actors import scoring
 from tidemill.actors.actor import sample_scoring
 from tidemill.actors.actor.sample_scoring import MAX_LOST, RemoteScoring, ScorerClient, ScorerPool
@@ -78,13 +79,8 @@ async def answering(*answers: Any) -> AsyncIterator[tuple[str, list[bytes]]]:
 
     app = web.Application()
     app.router.add_post("/{any:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
-    finally:
-        await runner.cleanup()
+    async with web_server(app) as url:
+        yield url, asked
 
 
 RIGHT = (200, b'{"reward": 1.0}')
@@ -197,15 +193,9 @@ async def test_a_server_that_never_answers_counts_as_lost(monkeypatch: pytest.Mo
 
     app = web.Application()
     app.router.add_post("/score", silent)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with remote_scoring(Known(f"http://127.0.0.1:{runner.addresses[0][1]}")) as remote:
-            with refusal(RewardFailed, reward="scorers", outside=True, reason=re.compile(f"^{MAX_LOST} ")):
-                await remote.score(REQUEST)
-    finally:
-        await runner.cleanup()
+    async with web_server(app, handler_cancellation=True) as url, remote_scoring(Known(url)) as remote:
+        with refusal(RewardFailed, reward="scorers", outside=True, reason=re.compile(f"^{MAX_LOST} ")):
+            await remote.score(REQUEST)
 
 
 async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
