@@ -254,8 +254,7 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
         (["engine.max_context=100", "sampling.max_new_tokens=100"], "sampling.max_new_tokens: want < 100"),
         (["engine.kind=sglang", "engine.kv_tokens=100", "sampling.max_new_tokens=100"], "max_new_tokens: want < 100"),
         (
-            ["engine.kind=sglang", "engine.kv_tokens=200", "engine.sglang.arguments={max-total-tokens: 90}"]
-            + ["sampling.max_new_tokens=100"],
+            ["engine.kind=sglang", "engine.sglang.arguments={max-total-tokens: 90}", "sampling.max_new_tokens=100"],
             "max_new_tokens: want < 90",
         ),
         (
