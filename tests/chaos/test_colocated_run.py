@@ -18,6 +18,7 @@ from tests.chaos.storm import drained_and_judged
 from tests.chaos.test_instants import new_steps
 from tests.waits import until
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
+from tidemill.actors.serving.engine_process import MEMORY
 from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.rows import LiveRow
@@ -157,7 +158,7 @@ async def test_an_engine_started_in_the_learners_turn_waits_for_its_end(tmp_path
                 return next((row for row in await view.alive("engine") if row.pid != first and row.waits_for), None)
 
             row: LiveRow = await until(waiting_engine)
-            assert "turn" in row.waits_for and not row.address, row
+            assert row.waits_for == MEMORY and not row.address, row
             for rank in psutil.Process(learner).children(recursive=True):
                 rank.resume()
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_weightstore_publisher import GOOD, SLACK_S, SOME_HUNG_S, bus_url, publishing, state
+from tests.integration.test_weightstore_publisher import GOOD, SLACK_S, SOME_HUNG_S, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors
 from tests.refusals import refusal
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 from tidemill.weightstore.push.push import PushReport
-
-__all__ = ["bus_url"]
 
 PHASES = ("join", "begin", "bucket", "checksums", "end")
 DEADLINES = 12

@@ -20,7 +20,7 @@ import torch
 
 from tests.forked import piped
 from tests.integration.test_weightstore_broadcast import LARGE, SMALL, hang_before_receiving, pattern, receive_all, told
-from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
+from tests.integration.test_weightstore_publisher import GOOD, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.refusals import refusal
 from tests.waits import LIMIT_S, turn
@@ -36,8 +36,6 @@ from tidemill.weightstore.transport.handles import HostMemory
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
 from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.senders import SenderProcess
-
-__all__ = ["bus_url"]
 
 FAR_S = 300.0
 """Seconds that no wait of a test takes on any machine, if it ends as it should."""

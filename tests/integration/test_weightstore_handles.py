@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from tests.engine_serving import Served, greedy, prompts, serving
 from tests.handle_push import joined_by_handles
-from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishing, state
+from tests.integration.test_weightstore_publisher import GOOD, publishing, state
 from tests.receiver_app import Behaviour, ByHandles, Engine, digest, receivers, staged, tiny_tensors
 from tests.refusals import refusal
 from tests.tiny_models import tiny_model, write_tiny_model
@@ -40,8 +40,6 @@ from tidemill.weightstore.transport.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.handles import HostMemory, Mapped, Offered
 from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import Staging
-
-__all__ = ["bus_url"]
 
 MEMFD = "memfd:tidemill-staging"
 

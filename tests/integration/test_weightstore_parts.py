@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.forked import Forked, piped
 from tests.integration.test_weightstore_broadcast import FAR_S, hang_before_receiving
-from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, SOME_HUNG_S, bus_url, look, state
+from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, SOME_HUNG_S, look, state
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from tests.receiver_app import staged as staged_here
 from tests.refusals import refusal
@@ -37,7 +37,6 @@ from tidemill.weightstore.transport.parts import Division, PartPlace, PartTensor
 from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import StagedModel
 
-__all__ = ["bus_url"]
 Tensors = dict[str, torch.Tensor]
 KINDS: tuple[dict[str, Any], ...] = ({}, {"at_once": False}, {"ranks": 2})
 """An engine that gets a push in one request, one with a request for every bucket, and one of two processes."""

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
+from tests.integration.test_weightstore_publisher import Loader, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
 from tests.refusals import refusal
 from tests.web_server import web_server
@@ -27,7 +27,6 @@ from tidemill.weightstore.push.member import Member, Updated
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
 from tidemill.weightstore.transport.port import Deadlines, WeightReceiver
 
-__all__ = ["bus_url"]
 LATIN = {
     "status": 200,
     "body": b"Passerelle d\xe9faillante",

@@ -201,24 +201,36 @@ def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"attention": "flash"}, "attention: want auto, sdpa, varlen or cudnn, got 'flash'"),
-        ({"recompute": "some"}, "recompute: want none, selective or full, got 'some'"),
-        ({"fused_activation": "yes"}, "fused_activation: want auto, always or never, got 'yes'"),
-        ({"fused_log_probs": "yes"}, "fused_log_probs: want auto, always or never, got 'yes'"),
-        ({"fused_log_probs": "always", "device": "cpu"}, "fused_log_probs: want auto on the CPU"),
-        ({"fused_rotary": "yes"}, "fused_rotary: want auto, always or never, got 'yes'"),
-        ({"fused_rotary": "always", "device": "cpu"}, "fused_rotary: want auto on the CPU"),
-        ({"grouped_experts": "yes"}, "grouped_experts: want auto, always or never, got 'yes'"),
-        ({"attention": "varlen", "device": "cpu"}, "attention: want auto on the CPU"),
-        ({"fused_activation": "always", "device": "cpu"}, "fused_activation: want auto on the CPU"),
-        ({"attention": "varlen", "dtype": "float32"}, "attention: want auto or sdpa with dtype: float32"),
-        ({"attention": "cudnn", "device": "cpu"}, "attention: want auto on the CPU"),
-        ({"attention": "cudnn", "dtype": "float32"}, "attention: want auto or sdpa with dtype: float32"),
-        ({"attention": "cudnn"}, "attention: want auto or varlen with deterministic: true"),
+        ({"attention": "flash"}, {"place": "attention", "got": "'flash'"}),
+        ({"recompute": "some"}, {"place": "recompute", "got": "'some'"}),
+        ({"fused_activation": "yes"}, {"place": "fused_activation", "got": "'yes'"}),
+        ({"fused_log_probs": "yes"}, {"place": "fused_log_probs", "got": "'yes'"}),
+        (
+            {"fused_log_probs": "always", "device": "cpu"},
+            {"place": "fused_log_probs", "got": re.compile("^'always'")},
+        ),
+        ({"fused_rotary": "yes"}, {"place": "fused_rotary", "got": "'yes'"}),
+        (
+            {"fused_rotary": "always", "device": "cpu"},
+            {"place": "fused_rotary", "got": re.compile("^'always'")},
+        ),
+        ({"grouped_experts": "yes"}, {"place": "grouped_experts", "got": "'yes'"}),
+        ({"attention": "varlen", "device": "cpu"}, {"place": "attention"}),
+        (
+            {"fused_activation": "always", "device": "cpu"},
+            {"place": "fused_activation", "got": re.compile("^'always'")},
+        ),
+        ({"attention": "varlen", "dtype": "float32"}, {"place": "attention"}),
+        ({"attention": "cudnn", "device": "cpu"}, {"place": "attention"}),
+        ({"attention": "cudnn", "dtype": "float32"}, {"place": "attention"}),
+        (
+            {"attention": "cudnn"},
+            {"place": "attention", "got": re.compile("^'cudnn'")},
+        ),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: dict[str, Any]) -> None:
+    with refusal(ValueError, **message):
         LearnerConfig(**settings)
 
 
