@@ -111,6 +111,7 @@ class ServerPool(Generic[Client]):
         """
         self._discovery, self._client, self._quarantine_s, self._in_turn = discovery, client, quarantine_s, in_turn
         self.entries: dict[str, Pooled[Client]] = {}
+        """The known servers by address."""
         self._changed = Waiter()
         self._tickets, self._choices = itertools.count(), itertools.count(1)
         self._waiting: dict[int, tuple[int, float]] = {}

@@ -196,6 +196,7 @@ class Child:
         self._log_began = 0  # Size of the log when the process was started: the lines before are of an earlier process
         self._passed_on: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self.last_look = Look()
+        """Memory and counters of the process when it was last looked at."""
         self._killed_by_us = False
         self._reason_file: exit_codes.ReasonFile | None = None
         self._reason = ""

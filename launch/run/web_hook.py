@@ -69,6 +69,7 @@ class WebHook:
         self.is_slack = form == "slack" or (form == "auto" and urlsplit(url).hostname == _SLACK_HOST)
         self._first_pause_s = first_pause_s
         self.waiting: deque[JsonObject] = deque()
+        """Notices to be sent, oldest first."""
         self._waiter, self._emptied = Waiter(), asyncio.Event()
         self._emptied.set()
         self._raised: dict[str, float] = {}

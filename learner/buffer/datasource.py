@@ -51,6 +51,7 @@ class DataSource:
         self._admission, self._requeues = Admission(rules), Requeues()
         self._arrivals = Arrivals(rules, floors=floors)
         self.groups = self._arrivals.groups
+        """The open groups by task."""
         self._steps = self._arrivals.versions.steps
         self._waiting_since: float | None = None
         self._delayed_since: float | None = None

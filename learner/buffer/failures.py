@@ -55,6 +55,7 @@ class Senders:
         """``earlier``: actors that an earlier start has refused."""
         self.refused = set(earlier)
         self.in_a_row: dict[str, int] = {}
+        """Invalid samples of each actor since its last valid one."""
         self._totals: Counter[str] = Counter()
         self._fruitless = 0
         self._unwritten: dict[str, Refusal | None] = {}

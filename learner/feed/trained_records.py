@@ -63,6 +63,7 @@ class TrainedRecords:
         self._most_waiting = max(MOST_WAITING, STEPS_WAITING * data_parallel)
         self._steps: dict[int, _Step] = {}
         self.waiting: deque[tuple[int, bytes]] = deque()
+        """Messages to be stored, oldest first: rank and content."""
         self._bytes = 0
         self._waiter = Waiter()
         self._failures = FailureLog(log)

@@ -104,6 +104,7 @@ class Publisher:
         self._adapters = adapters
         self._base: AdapterBase | None = None
         self.pool = None if division is None or adapters is not None else self._new_pool(division.local)
+        """Copies of this rank's part of the weights; None before a first push without a division, and with adapters."""
         self._thread = LoopThread("publisher", self._serve)
         self._fenced: Fenced | None = None
         self._last: PushHandle | None = None

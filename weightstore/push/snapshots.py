@@ -50,6 +50,7 @@ class SnapshotServer:
         self._directory, self._registry, self._at, self._keys = directory, registry, at, keys
         self._keep, self._model_dir = keep, model_dir
         self.listener: Listener | None = None
+        """The HTTP listener; None before the start."""
         self._writing = asyncio.Lock()
         # Versions with a directory of their adapter, in the order in which they were written
         self._adapters: list[int] = []

@@ -57,11 +57,13 @@ class PartServer:
         self._memory = staging_memory(config, self._end)
         self._bucket_bytes = config.bucket_size(on_gpu=bool(self._end.uuid))
         self.pool = StagingPool(manifest, self._bucket_bytes, memory=self._memory)
+        """Copies of the part."""
         self._copies: dict[int, Staging] = {}
         self._sets: dict[str, Mapping[str, Tensor]] = {}
         self._read: dict[str, threading.Event] = {}  # Set name -> set when rank 0 has read it
         self._has_left = threading.Event()  # Set when no request of rank 0 will follow
         self.groups: dict[str, Sender] = {}
+        """Open groups by id."""
         self._met: set[str] = set()  # Ids of the groups that members have begun to join
         self._ids = itertools.count(1)
         self._key = secrets.token_urlsafe(_KEY_BYTES)

@@ -49,6 +49,7 @@ class PeerSnapshotServer:
         self._scratch: Scratch | None = None
         self._making = asyncio.Lock()
         self.used_s: dict[str, float] = {}
+        """Time of the last request for a file of each snapshot."""
         self._readers: Counter[str] = Counter()
         """Number of files that are being sent, by snapshot."""
         self._writing: dict[str, asyncio.Task[Path]] = {}

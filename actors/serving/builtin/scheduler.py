@@ -111,6 +111,7 @@ class Scheduler:
         self._post, self._threads = post, threads
         self.runner = runner
         self.calls = CallQueue()
+        """Calls that wait for the end of a step."""
         self._idle_since: float | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)

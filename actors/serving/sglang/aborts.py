@@ -123,6 +123,7 @@ class Watch:
         self.aborted = 0
         self._tail = b""
         self.sent_s = float("inf")
+        """Time at which the request was sent to the server; infinity before."""
         self._sending: asyncio.Task[None] | None = None
 
     @property
