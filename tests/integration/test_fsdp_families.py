@@ -29,7 +29,7 @@ from tests.families import (
     write_family,
 )
 from tests.integration import fsdp_family_ranks
-from tests.integration.fsdp_family_ranks import gap, measured, row_pass
+from tests.integration.fsdp_family_ranks import adapted, gap, measured, row_pass
 from tests.learner_steps import run_ranks
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import open_model as open_engine
@@ -88,6 +88,29 @@ def test_a_row_is_what_each_sequence_is_alone(name: str, directories: dict[str, 
 def test_two_ranks_sum_the_gradients_of_their_rows(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert_close(rank[name])
+
+
+def assert_adapted(result: dict[str, Any]) -> None:
+    assert result["log_probs"] < LOG_PROBS
+    assert result["gradients"] < GRADIENTS
+    assert result["export"] < 1e-6
+    assert (result["trained"], result["dtypes"], result["adapters"]) == ([], [], [])
+
+
+@pytest.mark.parametrize("name", [name for name in TRIED if page_rows(PAGE.read_text())[name][4]])
+def test_adapters_of_experts_are_the_merged_weights(name: str, ranks: list[dict[str, Any]]) -> None:
+    """On two ranks, in passes and gradients, in the export, and in files as PEFT has them, which the model begins
+    with.
+    """
+    for rank in ranks:
+        assert_adapted(rank[name]["adapted"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.usefixtures("place")
+def test_adapters_are_in_every_implementation_of_experts(name: str, experts: str, tmp_path: Path) -> None:
+    assert_adapted(adapted(write_family(tmp_path / name, name), experts=experts))
 
 
 @pytest.mark.parametrize("name", TRIED)
