@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.families import LENGTHS, VOCAB, place_here, plain_model, sequences
+from tidemill.launch.devices.shapes import adapter_tensors
 from tidemill.learner.backends.fsdp.lora import add_adapters, tuned
 from tidemill.learner.backends.fsdp.model import FsdpModel, open_model
 from tidemill.learner.backends.fsdp.self_test import row_of
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.optimizer import OF_EXPERTS, LoraConfig, Tuning
 
 TRANSPOSED = ("gpt_oss",)
@@ -147,23 +150,42 @@ def write_peft(directory: Path, matrices: Mapping[str, tuple[Tensor, Tensor]]) -
     save_file(tensors, directory / "adapter_model.safetensors")
 
 
+class AdaptedModel:
+    """A model with random adapters of its experts, which it has read from a directory. Collective."""
+
+    def __init__(self, directory: Path, *, recompute: bool = False) -> None:
+        self.transposed, self.plain = directory.name in TRANSPOSED, plain_model(directory)
+        self.matrices = matrices_of(self.plain, self.transposed)
+        of_experts = {target for target in OF_EXPERTS for name in self.matrices if name.endswith(target)}
+        targets = tuple(sorted(of_experts | {"o_proj" for name in self.matrices if name.endswith("o_proj.weight")}))
+        self.files = directory.with_name(f"{directory.name}, adapters of {os.environ.get('RANK', '')}")
+        write_peft(self.files, self.matrices)
+        self.config = replace(LORA, targets=targets, adapter=str(self.files))
+        options: dict[str, Any] = {"recompute": recompute, "prepare": partial(add_adapters, config=self.config)}
+        self.model = open_model(directory, dtype="float32", place=place_here(), **options)
+        adapters = tuned(self.model, Tuning(lora=self.config))
+        assert adapters is not None
+        self.adapters = adapters
+
+    def exported(self) -> dict[str, Tensor]:
+        """Return the merged weights by the names of the files. Collective."""
+        return dict(self.model.export(self.adapters.merged))
+
+    def not_counted(self, directory: Path) -> int:
+        """Return the elements of adapters that the table of memory does not count."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in files_of(directory).items()}
+        counted = adapter_tensors(shapes, LearnerConfig(lora=self.config), backend="fsdp")
+        trained = [tensor for tensor in self.model.parameters() if tensor.requires_grad]
+        return sum(tensor.numel() for tensor in trained) - sum(map(math.prod, counted.values()))
+
+
 def adapted(directory: Path, *, recompute: bool = False, experts: str = "") -> dict[str, Any]:
     """Return the differences of a model with adapters of its experts from transformers' with merged weights.
 
     ``experts``: the implementation of transformers; empty = the default. Collective.
     """
-    transposed, plain = directory.name in TRANSPOSED, plain_model(directory)
-    matrices = matrices_of(plain, transposed)
-    of_experts = {target for target in OF_EXPERTS for name in matrices if name.endswith(target)}
-    targets = tuple(sorted(of_experts | {"o_proj" for name in matrices if name.endswith("o_proj.weight")}))
-    files = directory.with_name(f"{directory.name}, adapters of {os.environ.get('RANK', '')}")
-    write_peft(files, matrices)
-    lora = replace(LORA, targets=targets, adapter=str(files))
-    model = open_model(
-        directory, dtype="float32", place=place_here(), recompute=recompute, prepare=partial(add_adapters, config=lora)
-    )
-    adapters = tuned(model, Tuning(lora=lora))
-    assert adapters is not None
+    ours = AdaptedModel(directory, recompute=recompute)
+    model, plain, matrices, transposed, files = ours.model, ours.plain, ours.matrices, ours.transposed, ours.files
     if experts:
         model.transformer.set_experts_implementation(experts)
     with torch.no_grad():
@@ -174,15 +196,16 @@ def adapted(directory: Path, *, recompute: bool = False, experts: str = "") -> d
     wanted = dict(_of_matrices(matrices, of_weights, transposed))
     merged = files.with_name(f"{files.name}, merged")
     plain.save_pretrained(merged)
-    exported, saved = dict(model.export(adapters.merged)), files_of(merged)
-    assert exported.keys() == saved.keys()
+    exported, saved = ours.exported(), files_of(merged)
+    assert exported.keys() == saved.keys() or dist.get_rank()  # of transformers the first rank alone writes
     return {
         "log_probs": float((log_probs_TV - wanted_TV).abs().max()),
         "trained": sorted(set(gradients) ^ set(wanted)),
         "gradients": gap(gradients, {name: grad * dist.get_world_size() for name, grad in wanted.items()}),
-        "export": max(float((exported[name] - tensor).abs().max()) for name, tensor in saved.items()),
+        "export": max((float((exported[name] - tensor).abs().max()) for name, tensor in saved.items()), default=0.0),
         "dtypes": [name for name, tensor in saved.items() if exported[name].dtype != tensor.dtype],
-        "adapters": different(dict(adapters.export()), load_file(files / "adapter_model.safetensors")),
+        "adapters": different(dict(ours.adapters.export()), load_file(files / "adapter_model.safetensors")),
+        "not counted": ours.not_counted(directory),
     }
 
 

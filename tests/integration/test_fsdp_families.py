@@ -29,15 +29,17 @@ from tests.families import (
     write_family,
 )
 from tests.integration import fsdp_family_ranks
-from tests.integration.fsdp_family_ranks import adapted, gap, measured, row_pass
+from tests.integration.fsdp_family_ranks import AdaptedModel, adapted, gap, measured, row_pass
 from tests.learner_steps import run_ranks
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.input_scores import Scoring
+from tidemill.actors.serving.builtin.weights import load_from_bucket
 from tidemill.learner.backends.fsdp.model import Place, open_model
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
 from tidemill.learner.backends.fsdp.policy import Replay
 from tidemill.learner.backends.fsdp.self_test import TOLERANCE, Alone, randomize, row_of
+from tidemill.weightstore.format.manifest import Bucket, spec_of
 
 TRIED = list(FAMILIES) if THOROUGH else list(KINDS)
 ROUTED = [name for name, cells in page_rows(PAGE.read_text()).items() if (cells[2], cells[4]) == ("packed", "yes")]
@@ -94,7 +96,7 @@ def assert_adapted(result: dict[str, Any]) -> None:
     assert result["log_probs"] < LOG_PROBS
     assert result["gradients"] < GRADIENTS
     assert result["export"] < 1e-6
-    assert (result["trained"], result["dtypes"], result["adapters"]) == ([], [], [])
+    assert (result["trained"], result["dtypes"], result["adapters"], result["not counted"]) == ([], [], [], 0)
 
 
 @pytest.mark.parametrize("name", [name for name in TRIED if page_rows(PAGE.read_text())[name][4]])
@@ -111,6 +113,29 @@ def test_adapters_of_experts_are_the_merged_weights(name: str, ranks: list[dict[
 @pytest.mark.usefixtures("place")
 def test_adapters_are_in_every_implementation_of_experts(name: str, experts: str, tmp_path: Path) -> None:
     assert_adapted(adapted(write_family(tmp_path / name, name), experts=experts))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.usefixtures("place")
+def test_an_engine_computes_with_pushed_adapters_of_experts(name: str, tmp_path: Path) -> None:
+    """The decoder, and the runner of transformers, receive merged weights by the names of the files."""
+    directory = write_family(tmp_path / name, name)
+    ours, tokens = AdaptedModel(directory), sequences()[LENGTHS.index(max(LENGTHS))]
+    wanted_TV, _ = row_pass(ours.model)
+    first = sum(LENGTHS[: LENGTHS.index(max(LENGTHS))])
+    wanted = wanted_TV[first : first + len(tokens) - 1].gather(1, tokens[1:, None])[:, 0]
+    engine = open_engine(directory, EngineConfig(device="cpu", kv_tokens=64))
+    scoring = Scoring(tokens=tokens.numpy().astype(np.int32), start=0, temperature=1.0, top_k=0)
+    (before,) = engine.runner.scores([scoring], 0)
+    pushed = engine.weights.empty_copy(())
+    for name_in_file, tensor in ours.exported().items():
+        spec, message = spec_of(name_in_file, tensor), tensor.contiguous().flatten().view(torch.uint8)
+        load_from_bucket(pushed, Bucket(specs=(spec,), num_bytes=len(message)), message)
+    pushed.finalize()
+    engine.runner.weights = pushed
+    (scores,) = engine.runner.scores([scoring], 1)
+    np.testing.assert_allclose(scores.log_probs_P, wanted, atol=LOG_PROBS, rtol=0)
+    assert np.abs(scores.log_probs_P - before.log_probs_P).max() > 0.05
 
 
 @pytest.mark.parametrize("name", TRIED)
