@@ -209,7 +209,7 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes, *, backend:
 
 def _check_targets(report: Report, config: RunConfig, tensors: Shapes, backend: str) -> None:
     """Report targets of adapters that the model lacks, or that this backend does not adapt."""
-    every = replace(config.learner, lora=replace(config.learner.lora, targets=(*TARGETS, *OF_EXPERTS)))
+    every = replace(config.learner.lora, targets=(*TARGETS, *OF_EXPERTS))
     present = {_target_of(name) for name in adapter_tensors(tensors, every, backend=backend)}
     missing = set(config.learner.lora.targets) - present
     if backend == FSDP and not present & set(OF_EXPERTS) and any("expert" in name or "moe" in name for name in tensors):

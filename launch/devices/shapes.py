@@ -12,7 +12,7 @@ from tidemill.bus.errors import DetailedError
 from tidemill.learner.layout.sizes import stage_layers
 from tidemill.learner.settings.backends import FSDP, MEGATRON
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.optimizer import frozen_names
+from tidemill.learner.settings.optimizer import LoraConfig, frozen_names
 
 HANDLES, BROADCAST, CUDA, NCCL, GLOO, AUTO, SGLANG = "handles", "broadcast", "cuda", "nccl", "gloo", "auto", "sglang"
 
@@ -220,15 +220,15 @@ def stages_of(
 def trained_tensors(tensors: Shapes, learner: LearnerConfig, *, backend: str = MEGATRON) -> Shapes:
     """Return name -> shape of the tensors that have gradients and optimizer state. ``tensors``: the model's tensors."""
     if learner.lora.rank:
-        return adapter_tensors(tensors, learner, backend=backend)
+        return adapter_tensors(tensors, learner.lora, backend=backend)
     frozen = frozen_names(learner.optimizer.freeze, list(tensors))
     return {name: tensor for name, tensor in tensors.items() if name not in frozen}
 
 
-def adapter_tensors(tensors: Shapes, learner: LearnerConfig, *, backend: str = MEGATRON) -> Shapes:
+def adapter_tensors(tensors: Shapes, lora: LoraConfig, *, backend: str = MEGATRON) -> Shapes:
     """Return name -> shape of the matrices of all adapters."""
     adapters: dict[str, tuple[int, ...]] = {}
-    rank, targets = learner.lora.rank, learner.lora.targets
+    rank, targets = lora.rank, lora.targets
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
         at, _, target = layer.rpartition(".")

@@ -25,7 +25,6 @@ from tidemill.learner.backends.fsdp.lora import add_adapters, tuned
 from tidemill.learner.backends.fsdp.model import FsdpModel, open_model
 from tidemill.learner.backends.fsdp.self_test import row_of
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.optimizer import OF_EXPERTS, LoraConfig, Tuning
 
 TRANSPOSED = ("gpt_oss",)
@@ -174,7 +173,7 @@ class AdaptedModel:
     def not_counted(self, directory: Path) -> int:
         """Return the elements of adapters that the table of memory does not count."""
         shapes = {name: tuple(tensor.shape) for name, tensor in files_of(directory).items()}
-        counted = adapter_tensors(shapes, LearnerConfig(lora=self.config), backend="fsdp")
+        counted = adapter_tensors(shapes, self.config, backend="fsdp")
         trained = [tensor for tensor in self.model.parameters() if tensor.requires_grad]
         return sum(tensor.numel() for tensor in trained) - sum(map(math.prod, counted.values()))
 

@@ -29,12 +29,13 @@ from tests.families import (
     write_family,
 )
 from tests.integration import fsdp_family_ranks
-from tests.integration.fsdp_family_ranks import AdaptedModel, adapted, gap, measured, row_pass
+from tests.integration.fsdp_family_ranks import LORA, AdaptedModel, adapted, gap, measured, row_pass
 from tests.learner_steps import run_ranks
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.input_scores import Scoring
 from tidemill.actors.serving.builtin.weights import load_from_bucket
+from tidemill.learner.backends.fsdp.lora import add_adapters
 from tidemill.learner.backends.fsdp.model import Place, open_model
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
 from tidemill.learner.backends.fsdp.policy import Replay
@@ -113,6 +114,28 @@ def test_adapters_of_experts_are_the_merged_weights(name: str, ranks: list[dict[
 @pytest.mark.usefixtures("place")
 def test_adapters_are_in_every_implementation_of_experts(name: str, experts: str, tmp_path: Path) -> None:
     assert_adapted(adapted(write_family(tmp_path / name, name), experts=experts))
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_no_sum_of_weights_and_adapters_is_kept_for_the_backward_pass(experts: str, tmp_path: Path) -> None:
+    """Of the size of the experts of a layer only their own weights are."""
+    model = plain_model(write_family(tmp_path, "qwen3_moe"))
+    add_adapters(model, config=replace(LORA, targets=("experts.gate_up_proj", "experts.down_proj")))
+    model.set_experts_implementation(experts)
+    randomize(model)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    size = min(weight.numel() for name, weight in model.named_parameters() if name.endswith("experts.down_proj"))
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=sequences()[0][None], use_cache=False).logits.sum().backward()
+    large = [tensor for tensor in kept if tensor.untyped_storage().nbytes() >= size * tensor.element_size()]
+    assert large and all(tensor.untyped_storage().data_ptr() in weights for tensor in large)
+    assert all((weight.grad is not None) is (".lora_" in name) for name, weight in model.named_parameters())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
