@@ -279,11 +279,14 @@ def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
         for name, plain in _PLAIN.items()
         if name in adapter and adapter[name] not in plain
     ]
-    targets, experts = adapter.get("target_modules"), adapter.get("target_parameters") or []
+    experts = adapter.get("target_parameters") or []
+    targets = adapter.get("target_modules") or ([] if experts else None)
     if experts and _version(adapter.get("peft_version")) < _PEFT_LAYOUT:
-        want = "0.19 or newer, whose layout of experts' matrices is read; save the adapters again with it"
+        want = (
+            "0.19 or newer, whose layout of experts' matrices is read; merge older ones into the model with their PEFT"
+        )
         refused.append(ConfigRefused(f"{path}: peft_version", want, adapter.get("peft_version")))
-    named = targets
+    named = targets if isinstance(experts, list) else experts
     if isinstance(targets, list) and isinstance(experts, list):
         of_experts = (".".join(str(target).split(".")[-2:]) for target in experts)
         named = sorted([*(str(target).rpartition(".")[2] for target in targets), *of_experts])
