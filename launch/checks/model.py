@@ -109,7 +109,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=vocabulary,
-        context=min(positions, config.engine.max_context or positions, config.engine.kv_tokens or positions),
+        context=min([positions, *filter(None, config.engine.context_bounds)]),
         num_parameters=sum(map(math.prod, tensors.values())),
         shape=shape,
         tensors=tensors,

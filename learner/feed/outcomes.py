@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 WEIGHTS = "weights"
 GIVE_UP_HISTORY_FULL = 0.85
 """Share in use, of the stream SAMPLES or of a bound by ``bus.quota_bytes``, at which history is trimmed too."""
+MAX_DEAD_BYTES = 100_000_000
+"""Bound of DEAD without a quota: 10,000 letters with prompts and reasons of 10 KB. No bound of the stream's, which the
+server would reserve; from 85 % on, the next checkpoint removes the older half of the letters of settled tasks.
+"""
 
 
 class Outcomes:
@@ -80,7 +84,9 @@ class Outcomes:
         self.fullness = 0.0
         """Share of the stream SAMPLES in use, after the last step."""
         self._used: dict[str, float] = {}
-        """Share in use of each stream or bucket that only ``bus.quota_bytes`` bounds, after the last step."""
+        """Share in use of each stream or bucket that only ``bus.quota_bytes`` bounds, after the last step; of DEAD also
+        without a quota.
+        """
         self._disks: dict[str, float] = {}
         """Metrics of the disks, as they were after the step before."""
         self.finished = asyncio.Event()
@@ -89,6 +95,8 @@ class Outcomes:
     @property
     def records_fullness(self) -> float:
         """Largest share in use of a stream or bucket that only ``bus.quota_bytes`` bounds; 0 without a quota."""
+        if not self._bus.config.quota_bytes:
+            return 0.0
         # Below this share a checkpoint takes no letter out of DEAD, and an early one would be for nothing.
         used = [share for name, share in self._used.items() if name != subjects.DEAD or self._is_full(name)]
         return max(used, default=0.0)
@@ -136,11 +144,11 @@ class Outcomes:
         """Note how full SAMPLES and the disks of the bus are. Raises BusUnavailable."""
         shards = [state.bytes for state in await self._bus.samples.states()]
         samples, self.fullness = sum(shards), len(shards) * max(shards) / self._bus.config.samples_max_bytes
-        bounds = record_bounds(self._bus.config)
+        bounds = record_bounds(self._bus.config) or {subjects.DEAD: MAX_DEAD_BYTES}
         names = {name: subjects.stream(self._bus.run, name) for name in (subjects.TASKS, subjects.PLAN, subjects.DEAD)}
         names[WEIGHTS] = subjects.bucket_stream(self._bus.run, WEIGHTS)
-        for name, stream in names.items() if bounds else ():
-            self._used[name] = (await self._bus.jet.state(stream)).bytes / bounds[name]
+        for name in names.keys() & bounds.keys():
+            self._used[name] = (await self._bus.jet.state(names[name])).bytes / bounds[name]
         stored, _ = await self._bus.jet.store_use()
         self._disks |= {"disk/bus_bytes": float(stored), "disk/samples_bytes": float(samples)}
 
@@ -297,7 +305,7 @@ class Outcomes:
         return below
 
     def _is_full(self, *names: str) -> bool:
-        """Return whether one of these is almost as large as ``bus.quota_bytes`` allows."""
+        """Return whether one of these is almost as large as it may be."""
         return any(self._used.get(name, 0.0) >= GIVE_UP_HISTORY_FULL for name in names)
 
 

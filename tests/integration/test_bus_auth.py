@@ -35,6 +35,7 @@ from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import DeadLetterDecision, Done
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.runs import read_runs
+from tidemill.launch.page.compared import ComparedRuns
 from tidemill.launch.run import desired
 from tidemill.launch.run.bus_process import renew_users
 from tidemill.launch.run.directory import RequestRefused
@@ -260,6 +261,11 @@ async def test_a_shadow_reads_the_run_and_writes_a_run_of_its_own(
             await beating.stored()
         assert [record.step async for _, record in own.plans.scan() if isinstance(record, Done)] == [1]
         assert await runs_on(learner.jet.connection) == [RUN], "no actor takes it for a run"
+        for user in ("viewer", "operator"):
+            compared = ComparedRuns(line_of(guarded.url, auth_dir, user), RUN)
+            assert [other["name"] for other in (await compared.as_map(1))["runs"]] == [RUN, f"{RUN}-x"]
+            curves = await compared.columns(f"{RUN}-x")
+            assert curves is not None and curves.names == ["loss"]
 
 
 async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:

@@ -57,7 +57,7 @@ from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.history import read_history
-from tidemill.learner.feed.outcomes import Outcomes
+from tidemill.learner.feed.outcomes import MAX_DEAD_BYTES, Outcomes
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, resume
 from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
@@ -918,6 +918,22 @@ async def test_dead_letters_beyond_the_quota_are_removed_oldest_first_and_counte
         assert (await world.bus.jet.state(stream(world.run, "DEAD"))).messages == 0
         history = await read_history(world.bus)
         assert (history.letters, history.letters_to) == (1, 1)
+        accounting, _ = await audit(world.bus, read_cursor(world.root))
+        assert accounting.balance() and not accounting.problems
+
+
+async def test_dead_letters_without_a_quota_have_a_bound(open_world: OpenWorld) -> None:
+    async with open_world(steps=3) as world:
+        dead, size_bytes = world.bus.dead, 7_500_000
+        for number in range(12):  # reports of a task that no run has issued: nothing removes them
+            await dead.report(1000, reason="x" * size_bytes, actor="a", attempt=str(number))
+        await dead.store(Dead(task=1, reason="r", attempts=3, actor="a", prompt="x"))
+        async with world.actors():
+            await finish(world)
+        assert await dead.letters() == []
+        history = await read_history(world.bus)
+        assert (history.letters, history.letters_to) == (1, 1)
+        assert MAX_DEAD_BYTES > 12 * size_bytes > 0.85 * MAX_DEAD_BYTES
         accounting, _ = await audit(world.bus, read_cursor(world.root))
         assert accounting.balance() and not accounting.problems
 

@@ -18,7 +18,7 @@ from tidemill.bus.errors import StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
-from tidemill.bus.wire.messages import Evaluated, Status
+from tidemill.bus.wire.messages import Done, Evaluated, Status
 from tidemill.bus.wire.trained_values import TrainedStep
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.tail import tail
@@ -384,6 +384,19 @@ async def test_other_runs_are_drawn_over_this_one(
             monkeypatch.setattr(page_compared, "READ_S", 0.0)
             late = await page.request("GET", "/api/series?run=another")
             assert (late.status, "in time" in late.json["error"]) == (503, True)
+
+
+async def test_the_curves_of_a_shadow_are_drawn_over_those_of_its_run(open_bus: BusOpener) -> None:
+    async with open_bus() as bus, open_bus(run=f"{bus.run}-cispo", layout=False) as shadow:
+        await shadow.create_layout(shadow=True)
+        await (await Run(bus).begin()).done(1, train__loss=5.0)
+        await shadow.plans.fence(1)
+        await shadow.plans.append(Done(epoch=1, step=1, metrics={"train/loss": 7.0}))
+        async with page_of(bus) as page:
+            await page.until("run", lambda answer: answer["step"] == 1)
+            assert [run["name"] for run in (await page.get("runs"))["runs"]] == [bus.run, shadow.run]
+            for name, points in ((bus.run, [[1, 5.0]]), (shadow.run, [[1, 7.0]])):
+                assert (await page.get("series", run=name))["series"]["train/loss"] == points
 
 
 async def test_broken_utf8_and_odd_queries_never_get_a_500(open_bus: BusOpener) -> None:

@@ -9,12 +9,14 @@ from tests.unit.test_bus_episodes import ints, make_plan
 from tidemill.bus.errors import Refused, UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import encode_dead
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Dead, Done, Plan, Settle
+from tidemill.bus.wire.rows import HistoryRow
 from tidemill.launch.cli.status import read_status
 from tidemill.launch.run.audit import RunAccounting, audit
 from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
-from tidemill.learner.feed.history import LEAST_VERSIONS, compact, forget_letters, read_history
+from tidemill.learner.feed.history import LEAST_VERSIONS, behind_summary, compact, forget_letters, read_history
 from tidemill.weightstore.store.registry import VersionRegistry
 
 KEPT = 100
@@ -182,6 +184,40 @@ async def test_an_audit_knows_short_groups_whose_dead_letters_are_removed(open_b
         await run.take(400)
         assert (await read_history(bus)).removed is not None
         assert ((await read_history(bus)).letters, (await read_history(bus)).letters_to) == (1, first)
+
+
+async def test_subjects_that_name_no_task_are_removed_with_the_letters_of_settled_ones(open_bus: BusOpener) -> None:
+    """``007`` is no dead letter of task 7, and what an actor stores on ``*`` takes no letter with it."""
+    async with open_bus() as bus:
+        for task in (7, 8):
+            await bus.dead.store(make_dead(task))
+        odd = ("007", "08", "x", "*")
+        for text in odd:
+            subject, headers = subjects.dead(bus.run, "task", text), {subjects.MESSAGE_ID: text}
+            await bus.jet.outbox.store(subject, encode_dead(make_dead(7)), headers)
+        assert await bus.dead.letters() == [7, 8]
+        assert [dead.task async for _, dead in bus.dead.scan()] == [7, 8] and bus.refusals.counts["DEAD"] == len(odd)
+        await bus.dead.trim_letters(8)
+        left = await bus.jet.subjects(subjects.stream(bus.run, subjects.DEAD), subjects.dead(bus.run))
+        assert sorted(left) == [subjects.dead(bus.run, "task", text) for text in ("*", 8)]
+
+
+async def test_records_that_are_removed_while_they_are_read_are_read_again(open_bus: BusOpener) -> None:
+    """Between the summary and the log a learner may remove records that are in neither."""
+    async with open_bus(history_steps=KEPT) as bus:
+        run, readings = SyntheticRun(bus), list[int]()
+        await run.begin()
+
+        async def trained(history: HistoryRow) -> int:
+            if not readings:
+                await run.take(400)
+            start = 1 if history.removed is None else history.removed.seq + 1
+            samples = [len(record.seqs) async for _, record in bus.plans.scan(start) if isinstance(record, Plan)]
+            readings.append(history.trained + sum(samples))
+            return readings[-1]
+
+        assert await behind_summary(bus, trained) == run.step
+        assert readings[0] < run.step and len(readings) == 2
 
 
 async def test_a_log_that_is_almost_full_is_removed_to_the_oldest_checkpoint(open_bus: BusOpener) -> None:

@@ -252,6 +252,15 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
         (["data.max_prompt_tokens=241"], "data.max_prompt_tokens: want <= 240"),
         (["engine.max_context=300"], "engine.max_context: want <= 256"),
         (["engine.max_context=100", "sampling.max_new_tokens=100"], "sampling.max_new_tokens: want < 100"),
+        (["engine.kind=sglang", "engine.kv_tokens=100", "sampling.max_new_tokens=100"], "max_new_tokens: want < 100"),
+        (
+            ["engine.kind=sglang", "engine.sglang.arguments={max-total-tokens: 90}", "sampling.max_new_tokens=100"],
+            "max_new_tokens: want < 90",
+        ),
+        (
+            ["engine.kind=sglang", "engine.sglang.arguments={context_length: 80}", "sampling.max_new_tokens=100"],
+            "max_new_tokens: want < 80",
+        ),
         (["bus.tls_ca=no.pem"], "bus.tls_ca: want a PEM file, got 'no.pem'"),
         (["bus.url=http://a:1"], "bus.url: want nats://host:port"),
         (["bus.url=nats://a:x"], "bus.url: want nats://host:port"),

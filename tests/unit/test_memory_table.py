@@ -373,3 +373,12 @@ def test_keys_and_values_of_an_engine_are_its_blocks_in_a_quarter_of_its_memory(
     assert blocks("engine.max_running=3") == 3 * SHAPE.max_positions * token
     assert blocks("engine.max_running=3", engine_memory=4000 * token + 99) == 992 * token
     assert blocks("engine.kv_tokens=4096", engine_memory=4000 * token) == 4096 * token
+
+
+def test_an_engine_on_the_cpu_has_buffers_of_a_push_and_its_libraries() -> None:
+    def parts(*, cuda: bool) -> dict[str, int]:
+        return {part: row.bytes for (process, part), row in rows(cuda=cuda).items() if process == "engine"}
+
+    on_cpu = parts(cuda=False)
+    assert on_cpu["two buffers of the first push"] == 2 * 64_000_000
+    assert set(on_cpu) - set(parts(cuda=True)) == {"two buffers of the first push", "Python and torch"}

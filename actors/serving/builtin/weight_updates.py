@@ -253,10 +253,12 @@ class BuiltinUpdates(Updates):
                 update.check_new(specs, self._sizes)
                 update.announced.update(spec.name for spec in specs)
                 incoming: list[Incoming] = []
+                into_buffers = False
                 try:
                     for bucket in buckets:
                         self._check_current(update)
                         incoming.append(await self._receive(update, group, bucket, timeout_s))
+                        into_buffers |= incoming[-1].place is None
                         if len(incoming) > 1:
                             await self._write(update, incoming.pop(0))
                     while incoming:
@@ -264,7 +266,9 @@ class BuiltinUpdates(Updates):
                 finally:
                     for message in incoming:
                         message.discard()
-                    if len(self._groups) > 1:  # each rank of the learner that sends has one
+                    # Each rank of the learner that sends has a group. Pushes after the second need no buffers: their
+                    # messages are received into the standby copy.
+                    if len(self._groups) > 1 or not into_buffers:
                         group.drop_buffers()
 
     async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
