@@ -116,14 +116,14 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         critic=_check_critic(report, config, vocabulary, positions, backend.kind),
         backend=backend.kind,
         routed_bytes=_routed_bytes(config, of_text),
-        num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
+        num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner, backend=backend.kind).values())),
         row_sizes=row_sizes,
     )
     if prepare is None:
         _check_weights(report, path, tensors, in_files)
     _check_context(report, config, model, positions)
     _check_reference(report, config, values, model)
-    check_tuning(report, config, tensors)
+    check_tuning(report, config, tensors, backend=backend.kind)
     check_megatron(report, config, tensors, num_layers=int(str(of_text["num_hidden_layers"])))
     if len(report.errors) == before:
         text = f"{_in_words(of_text, model)}, trained by {backend.kind} ({backend.reason})"

@@ -146,7 +146,7 @@ def moments_of(name: str, tensors: Shapes, count: Callable[[Shapes], int]) -> Mo
     matrices = {
         name: shape
         for name, shape in tensors.items()
-        if len(shape) == 2 and not any(part in name for part in _NOT_BY_MUON)
+        if (len(shape) == 2 or ".experts." in name) and not any(part in name for part in _NOT_BY_MUON)
     }
     words = "Muon: momentum of matrices, Adam's two moments of others"
     return Moments(words, 2 * count(tensors) - count(matrices))

@@ -1,14 +1,13 @@
 """Checksums of the bytes of tensors, equal on CPU and CUDA, and the comparison of an engine's weights with the sent
 weights.
 
-``sum64``   bytes as little-endian int32 lanes (zeros at the end), each times an odd 64-bit number drawn from its
-position, added up modulo
-            2^64, and the number of bytes times another one. One changed bit always shows; more, and lanes that changed
-places, are missed
-            with probability 2^-33 at most. Whole numbers, so no device and no order of adding changes it.
-            Source: multilinear hashing (Lemire, Kaser: Strongly universal string hashing is fast, 2014); positions
-mixed as by SplitMix64. ``sha256``  first 16 hexadecimal digits of the SHA-256: the format of SGLang's /weights_checker
-on CPU.
+``sum64``: the bytes as little-endian int32 lanes, with zeros at the end. Each lane is multiplied by an odd 64-bit
+number that is drawn from its position (mixed as by SplitMix64), and the products are added up modulo 2^64, with the
+number of bytes times another such number. One changed bit always shows; several changes, or lanes that changed places,
+are missed with probability 2^-33 at most. All of it is whole numbers, so no device and no order of adding changes it.
+Source: multilinear hashing (Lemire, Kaser: Strongly universal string hashing is fast, 2014).
+
+``sha256``: the first 16 hexadecimal digits of the SHA-256, the format of SGLang's /weights_checker on CPU.
 """
 
 import functools

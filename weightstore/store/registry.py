@@ -9,8 +9,7 @@
 A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows
 that were lost (the bucket was emptied) are restored from the other records that name them: a publisher's memory, the
 log PLAN, the tasks. A head that cannot be read counts as lost: the newest learner restores it. ``after`` of the row is
-the end of SAMPLES before any engine could have the
-version: no sample up to there can be of it.
+the end of SAMPLES before any engine could have the version: no sample up to there can be of it.
 """
 
 import dataclasses
