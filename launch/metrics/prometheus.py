@@ -26,7 +26,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import all_of, first_of
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Evaluated
-from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.rows import LiveRow, MachineUse
 from tidemill.launch.metrics.dictionary import Metric, described, metrics
 from tidemill.launch.run.run_facts import RunSettings
 from tidemill.launch.settings import extras
@@ -140,6 +140,18 @@ class FoundSeries:
             self.add("process/version", float(row.version), place)
         for name, value in row.load.items():
             self.add(f"{row.role}/{name}", value, {"id": place["id"]})
+        self._add_use(row.use, place)
+
+    def _add_use(self, use: MachineUse, place: Mapping[str, str]) -> None:
+        numbers = [("process/cpu_share", use.cpu_share, place), ("process/memory_bytes", use.memory_bytes, place)]
+        for device in use.devices[:MOST_MEMBERS]:
+            names = {**place, "device": label_of(device.device)}
+            numbers.append(("process/device_utilisation", device.utilisation, names))
+            numbers.append(("process/device_memory_used_bytes", device.memory_used_bytes, names))
+            numbers.append(("process/device_memory_bytes", device.memory_bytes, names))
+        for name, value, names in numbers:
+            if value is not None:
+                self.add(name, float(value), names)
 
     def add(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
         """Add a sample; one that the dictionary does not have, or beyond the bound of its family, is left out."""

@@ -8,7 +8,7 @@ from tidemill.actors.engines.address_checks import unreachable
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.metrics import dictionary
 from tidemill.launch.page.columns import BUCKETS, MetricColumns, rounded
-from tidemill.launch.page.lanes import Lane, shown
+from tidemill.launch.page.lanes import process_of
 from tidemill.launch.page.reader import UNANSWERED_S, RunReader
 from tidemill.launch.page.texts import made_safe, safe, to_json
 from tidemill.launch.run.desired import ROLES, LiveHost
@@ -311,7 +311,7 @@ class RunAnswers:
         """Return every process with its newest row."""
         alive = [row for row, age_s in self._reader.rows if age_s <= SILENT_S]
         lanes = self._reader.lanes.lanes.values()
-        return [_process(lane, unreachable(lane.row.nonce, alive)) for lane in lanes]
+        return [process_of(lane, unreachable(lane.row.nonce, alive)) for lane in lanes]
 
     def fleet(self, begin_s: float = 0.0, end_s: float = float("inf")) -> JsonObject:
         """Return the processes, their segments and the pushes of the last hour, and the engines by their samples."""
@@ -387,14 +387,3 @@ def described(name: str) -> JsonObject:
     names = ("meaning", "unit", "source", "peers")
     texts = {field: "" if metric is None else getattr(metric, field) for field in names}
     return texts | {"healthy_words": "" if metric is None else metric.healthy}
-
-
-def _process(lane: Lane, note: Sequence[str]) -> JsonObject:
-    row = lane.row
-    names = ("role", "id", "host", "pid", "pool", "phase", "waits_for", "trouble", "address")
-    process = {name: getattr(row, name) for name in names} | {"version": shown(row.version)}
-    process |= {"lane": f"{row.role} {row.id}", "silent_s": round(lane.silent_s, 1), "restarts": lane.restarts}
-    process |= {"tokens_per_second": None if lane.rate is None else round(lane.rate, 1), "load": row.load}
-    process |= {"devices": row.capabilities.devices, "memory_bytes": row.capabilities.device_memory_bytes or None}
-    process |= {"note": "; ".join(note), "unreadable": row.unreadable}
-    return made_safe(process)  # type: ignore[no-any-return]

@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.page.texts import safe
+import msgspec
+
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.rows import DeviceUse, LiveRow
+from tidemill.launch.page.texts import made_safe, safe
 from tidemill.launch.run.watch import SILENT_S
 
 KEPT_S = 3600.0
@@ -134,3 +137,23 @@ def _kind(row: LiveRow) -> str:
     if row.phase in ("serving", "working") and row.load.get("waiting_share", 0.0) > 0.9:
         return WAITING
     return _KINDS.get(row.phase, WAITING)
+
+
+def process_of(lane: Lane, note: Sequence[str]) -> JsonObject:
+    """Return a process for the page; ``note``: who cannot reach it."""
+    row = lane.row
+    names = ("role", "id", "host", "pid", "pool", "phase", "waits_for", "trouble", "address")
+    process = {name: getattr(row, name) for name in names} | {"version": shown(row.version)}
+    process |= {"lane": f"{row.role} {row.id}", "silent_s": round(lane.silent_s, 1), "restarts": lane.restarts}
+    process |= {"tokens_per_second": None if lane.rate is None else round(lane.rate, 1), "load": row.load}
+    process |= {"devices": _devices(row), "cpu_share": row.use.cpu_share, "memory_bytes": row.use.memory_bytes}
+    process |= {"log": row.log, "note": "; ".join(note), "unreadable": row.unreadable}
+    return made_safe(process)  # type: ignore[no-any-return]
+
+
+def _devices(row: LiveRow) -> list[JsonObject]:
+    """Return the accelerators of a process, with their use where its driver can be asked."""
+    use = {device.device: device for device in row.use.devices}
+    memory = row.capabilities.device_memory_bytes or None
+    devices = [use.get(uuid, DeviceUse(device=uuid, memory_bytes=memory)) for uuid in row.capabilities.devices]
+    return [msgspec.to_builtins(device) for device in devices]

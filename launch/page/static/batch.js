@@ -1,7 +1,7 @@
 // One step from its samples to rows, micro-batches and ranks.
 
 import { count, duration, inUnit, link, num, percent } from "./format.js";
-import { button, el, empty, fact, failure, panel, tableOf, taskLink } from "./dom.js";
+import { button, el, empty, fact, failure, panel, tableOf, tablePanel, taskLink } from "./dom.js";
 import { BatchRows } from "./charts.js";
 
 const ROWS_NOTE =
@@ -45,8 +45,7 @@ function groupsPanel(groups) {
     "mean reward": (group) => num(group.reward_mean),
     signal: ({ zero }) => (zero ? "△ none: all rewards are equal" : "✓"),
   };
-  const lines = tableOf(columns, groups, { caption: "Groups of the step" });
-  return panel("Groups", { size: "wide12" }, el("div.scroll", lines));
+  return tablePanel("Groups", "", columns, groups);
 }
 
 export async function batchPage({ source, known, run, go, value }) {

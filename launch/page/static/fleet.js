@@ -1,7 +1,7 @@
 // Which process does what, when: a lane per process, queues, hosts and devices.
 
-import { bytes, count, duration, link, num, samplesLink } from "./format.js";
-import { button, commandButton, el, empty, fact, panel, table, tableOf } from "./dom.js";
+import { bytes, count, duration, joinWords, link, num, percent, samplesLink } from "./format.js";
+import { button, commandButton, el, empty, fact, panel, table, tableOf, tablePanel } from "./dom.js";
 import { Lanes, PHASES, SILENT_S } from "./lanes.js";
 
 const TABLE_EVERY_MS = 5_000;
@@ -15,7 +15,10 @@ const MEANING = {
   down: "is gone",
 };
 const COLUMNS = {
-  process: (lane) => lane.lane,
+  process: ({ lane, log }) => {
+    const [, name] = /([^/]+)\.log$/.exec(log ?? "") ?? [];
+    return name ? el("a", { href: link("setup", "", { log: name }), title: log }, lane) : lane;
+  },
   host: (lane) => lane.host,
   phase: ({ silent_s: silent, phase, waits_for: awaited }) => {
     if (silent > SILENT_S) return el("td.warned", `silent for ${duration(silent)}`);
@@ -31,11 +34,30 @@ const COLUMNS = {
     const load = Object.entries(lane.load ?? {}).map(([name, value]) => `${name} ${num(value)}`);
     return el("td.text", { title: load.join(", ") }, load.join(", "));
   },
+  CPU: (lane) => percent(lane.cpu_share),
   memory: (lane) => bytes(lane.memory_bytes),
-  devices: (lane) => (lane.devices ?? []).join(" ") || "CPU",
+  devices: ({ devices }) => el("td", devices.length ? devices.map(deviceLine) : "CPU"),
   restarts: (lane) => count(lane.restarts ?? 0),
   trouble: (lane) => lane.trouble || lane.note || "—",
 };
+
+/** An accelerator in a line: the begin of its UUID, and its use where the driver was asked. */
+function deviceLine({ device, utilisation, memory_used_bytes: used, memory_bytes: all }) {
+  const memory = [used, all].filter((size) => size != null).map(bytes);
+  const words = joinWords(device.slice(0, 12), utilisation != null && percent(utilisation), memory.join(" of "));
+  return el("div", { title: device }, words);
+}
+
+/** Mean utilisation of the accelerators, each once, and processor time of all processes. */
+export function useWords(lanes) {
+  const devices = new Map(lanes.flatMap((lane) => lane.devices).map((device) => [device.device, device.utilisation]));
+  const known = [...devices.values()].filter((share) => share != null);
+  const sum = (values) => values.reduce((all, value) => all + (value ?? 0), 0);
+  return [
+    fact("GPUs in use", percent(sum(known) / known.length), devices.size ? `of ${count(devices.size)}` : "no GPU"),
+    fact("CPU in use", num(sum(lanes.map((lane) => lane.cpu_share))), "cores, by the processes below"),
+  ];
+}
 
 function legend() {
   const items = PHASES.map((phase) => el("span", el(`i.${phase}`), MEANING[phase]));
@@ -89,16 +111,16 @@ function enginesPanel(engines) {
     tokens: ({ tokens }) => count(tokens),
   };
   const note = "how far its samples were behind the newest version when they were stored; mean and most";
-  return panel("Engines by their samples", { note, size: "wide12" }, el("div.scroll", tableOf(columns, engines)));
+  return tablePanel("Engines by their samples", note, columns, engines);
 }
 
 class FleetView {
   root = el("div.page");
   body = el("div.scroll");
+  facts = el("dl.facts");
 
   constructor({ source, run, go }, fleet) {
     Object.assign(this, { run, go, lanes: fleet.lanes });
-    this.facts = el("dl.facts", queueFacts(fleet.queue));
     const tools = Object.keys(SPANS).map((name) => button(name, () => this.show(SPANS[name])));
     const picture = panel("Processes", { note: "newest at the right", size: "wide12", tools });
     this.chart = new Lanes(picture, { label: "phases of the processes", pick: (...place) => this.open(...place) });
@@ -108,6 +130,7 @@ class FleetView {
     const now = panel("Now", { note, size: "wide12" }, this.body, operator ? scaleForm(fleet.hosts, source) : null);
     this.root.append(this.facts, picture, now);
     if (fleet.engines?.length) this.root.append(enginesPanel(fleet.engines));
+    this.update({ queue: fleet.queue });
     this.write();
     this.chart.set(fleet);
   }
@@ -135,7 +158,8 @@ class FleetView {
   update({ run, segments, pushes, processes, queue }) {
     this.lanes = processes ?? this.lanes;
     this.chart.add({ now_s: run?.now_s, segments, pushes, lanes: processes });
-    if (queue) this.facts.replaceChildren(...queueFacts(queue));
+    this.queue = queue ?? this.queue;
+    if (queue || processes) this.facts.replaceChildren(...queueFacts(this.queue), ...useWords(this.lanes));
     if (processes && performance.now() - this.written > TABLE_EVERY_MS) this.write();
   }
 }

@@ -1,6 +1,6 @@
 // A lane per process over time: phases by hue and pattern, pushes as lines through all lanes.
 
-import { bytes, clock, count, duration, firstFrom, insert, joinWords, num, ticks, visible } from "./format.js";
+import { bytes, clock, count, duration, firstFrom, insert, joinWords, num, percent, ticks, visible } from "./format.js";
 import { Chart, hatch, drawSegment, ink, writeText } from "./canvas.js";
 
 const ROW = 16;
@@ -8,7 +8,7 @@ const GROUP = 20; // height of a group's heading
 const STACK = 46; // height of a group that is drawn as shares
 const AXIS = 22;
 const NAMES = 112;
-const FACTS = 178; // right column; left out where the page is narrow
+const FACTS = 214; // right column; left out where the page is narrow
 const NARROW_LANES = 700;
 export const MOST_LANES = 80;
 const KEPT_S = 3_600;
@@ -189,7 +189,9 @@ export class Lanes extends Chart {
     const silent = lane.silent_s > SILENT_S && `silent ${duration(lane.silent_s)}`;
     const pace = lane.tokens_per_second ? `${num(lane.tokens_per_second)} tok/s` : lane.phase;
     const state = lane.trouble ? "△ trouble" : silent || pace;
-    const words = [lane.version != null && `v${lane.version}`, state, lane.restarts > 0 && `↻ ${lane.restarts}`];
+    const [device] = lane.devices;
+    const use = device?.utilisation != null ? `GPU ${percent(device.utilisation)}` : `CPU ${percent(lane.cpu_share)}`;
+    const words = [lane.version != null && `v${lane.version}`, state, lane.restarts > 0 && `↻ ${lane.restarts}`, use];
     const text = visible(words.filter(Boolean).join("  "));
     writeText(g, text, facts + 10, y + ROW / 2, { colour, width: FACTS - 8 });
   }

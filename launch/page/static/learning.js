@@ -1,7 +1,7 @@
 // Curves of every metric with their healthy ranges, runs over each other, and the lag of the trained tokens.
 
 import { addPoint, chooseNames, inUnit, joinWords, judge, link, samplesLink } from "./format.js";
-import { button, choice, el, empty, panel } from "./dom.js";
+import { button, choice, el, empty, panel, searchField } from "./dom.js";
 import { HeatMap } from "./charts.js";
 import { Curves } from "./curves.js";
 
@@ -16,7 +16,6 @@ const SHOWN = {
 };
 const MOST_FOUND = 48; // tiles of a search
 const AT_ONCE = 60; // names in one request
-const SEARCH_MS = 200; // from the last key to the search
 const RUN_DASHES = { prob: [6, 3], ok: [2, 3], mute: [8, 3, 2, 3] };
 const SMOOTHING = { raw: 0, smooth: 0.8, smoother: 0.95 };
 
@@ -123,16 +122,12 @@ class LearningView {
     Object.assign(this, { source, go, replace, metrics, series });
     this.compared = new Set((query.runs ?? "").split(",").filter(Boolean));
     const placeholder = "search any metric: words or a regular expression";
-    this.search = el("input", { type: "search", "aria-label": "search metrics", placeholder, value: query.q });
+    this.search = searchField("search metrics", placeholder, query.q, () => this.changed());
     this.lag = lagMap(lags, go);
     this.runs = el("span.chips");
     const smoothings = choice(Object.keys(SMOOTHING), "raw", (smoothing) => this.redraw({ smoothing }), "smoothing");
     const scales = choice(["linear", "log"], "linear", (name) => this.redraw({ log: name === "log" }), "scale");
     this.root.append(el("div.bar", this.search, smoothings, scales, this.runs), this.curves, this.lag.host);
-    this.search.addEventListener("input", () => {
-      clearTimeout(this.timer);
-      this.timer = setTimeout(() => this.changed(), SEARCH_MS);
-    });
   }
 
   redraw(changes) {

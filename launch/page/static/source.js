@@ -2,13 +2,8 @@
 
 import { chooseNames } from "./format.js";
 
-/** A server that refused or did not answer; `status` is 0 where there was no answer. */
-export class AnswerError extends Error {
-  constructor(status, sentence) {
-    super(sentence);
-    this.status = status;
-  }
-}
+/** A refusal; `status` is 0 where the server did not answer. */
+const refused = (status, sentence) => Object.assign(new Error(sentence), { status });
 
 function path(name, query = {}) {
   const items = Object.entries(query).filter(([, value]) => value != null && value !== "");
@@ -16,28 +11,25 @@ function path(name, query = {}) {
   return `/api/${name}${text ? `?${text}` : ""}`;
 }
 
+async function ask(address, options) {
+  const answer = await fetch(address, options).catch(() => null);
+  if (!answer) throw refused(0, "the dashboard's server does not answer");
+  const body = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw refused(answer.status, body.error ?? `answer ${answer.status} of the dashboard's server`);
+  return body;
+}
+
 /** Answers of the server and its events. */
 export class LiveSource {
   live = true;
 
-  async get(name, query) {
-    let answer;
-    try {
-      answer = await fetch(path(name, query), { cache: "no-store" });
-    } catch {
-      throw new AnswerError(0, "the dashboard's server does not answer");
-    }
-    const body = await answer.json().catch(() => ({ error: `answer ${answer.status} of the dashboard's server` }));
-    if (!answer.ok) throw new AnswerError(answer.status, body.error ?? `answer ${answer.status}`);
-    return body;
+  get(name, query) {
+    return ask(path(name, query), { cache: "no-store" });
   }
 
-  async post(name, body) {
+  post(name, body) {
     const headers = { "Content-Type": "application/json" };
-    const answer = await fetch(`/do/${name}`, { method: "POST", headers, body: JSON.stringify(body) });
-    const words = await answer.json().catch(() => ({}));
-    if (!answer.ok) throw new AnswerError(answer.status, words.error ?? `answer ${answer.status}`);
-    return words;
+    return ask(`/do/${name}`, { method: "POST", headers, body: JSON.stringify(body) });
   }
 
   /** Call `apply(event)` for each event, `opened()` when the stream (re)opens, `lost()` when it breaks. */
@@ -59,13 +51,17 @@ export class EmbeddedSource {
   }
 
   async get(name, query = {}) {
-    const exact = this.answers[path(name, query)];
-    if (exact) return exact;
-    const ways = { series: this.series, samples: this.samples, histogram: this.histogram, group: this.group };
-    const answer = ways[name]?.call(this, query);
+    const answer = this.answers[path(name, query)] ?? this.searched[name]?.call(this, query);
     if (answer) return answer;
-    throw new AnswerError(404, "not in this file: open the run with tidemill dashboard to see it");
+    throw refused(404, "not in this file: open the run with tidemill dashboard to see it");
   }
+
+  searched = {
+    series: this.series,
+    samples: this.samples,
+    histogram: () => this.answers["/api/histogram"],
+    group: this.group,
+  };
 
   series({ names, run }) {
     const all = run ? null : this.answers["/api/series"];
@@ -84,10 +80,6 @@ export class EmbeddedSource {
     return { ...all, rows: page, next: rows.length > n ? page.at(-1).seq : null, searched: all.rows.length };
   }
 
-  histogram() {
-    return this.answers["/api/histogram"] ?? null;
-  }
-
   group({ task }) {
     const rows = (this.answers["/api/samples"]?.rows ?? []).filter((row) => row.task === Number(task));
     return rows.length ? { task: Number(task), prompt: rows[0].prompt, label: rows[0].label, members: rows } : null;
@@ -104,7 +96,7 @@ function within(text, value) {
   if (between) return value >= Number(between[1] ?? -Infinity) && value <= Number(between[2] ?? Infinity);
   const [, sign = "=", number] = RANGE.exec(text) ?? [];
   if (number === undefined)
-    throw new AnswerError(400, `filter: want a number, <, <=, >, >= and a number, or LOW..HIGH, got ${text}`);
+    throw refused(400, `filter: want a number, <, <=, >, >= and a number, or LOW..HIGH, got ${text}`);
   const other = Number(number);
   if (sign.startsWith("<")) return value < other || (sign === "<=" && value === other);
   if (sign.startsWith(">")) return value > other || (sign === ">=" && value === other);
@@ -129,7 +121,7 @@ export function matcher(text) {
     if (name === "text") return `${row.prompt}\n${row.response}`.toLowerCase().includes(value.toLowerCase());
     if (name === "fate") return (row.fate ?? "unknown").includes(value);
     if (["kind", "actor", "engine"].includes(name)) return row[name] === value;
-    throw new AnswerError(400, `filter: an exported file knows no word ${name}`);
+    throw refused(400, `filter: an exported file knows no word ${name}`);
   };
   return (row) => words.every(([name, value]) => test(row, name, value));
 }
