@@ -286,7 +286,7 @@ def test_settings_and_logs(live: LiveRun, browser: Any) -> None:
     """In full by search, and without the secret of this run; a log that grows is followed, one elsewhere is named."""
     folder = live.directory / "logs"
     folder.mkdir()
-    (live.directory / "config.yaml").write_text(f"run: {RUN}\n")
+    (live.directory / "config.yaml").write_text(f"run: {RUN}\nbus:\n  auth: false\n")
     (folder / "a0.log").write_text("one\n<b>two</b> \u202e\n")
     rows = "[...document.querySelectorAll('[aria-label=Settings] tbody tr')].map(row => row.cells[0].textContent)"
     log = "document.querySelector('pre.log').textContent"

@@ -33,10 +33,11 @@ export function redrawAll() {
 
 /** Draw what waits until the frame's share is used up; the rest in the next frame, and then the hidden tables. */
 function drawWaiting() {
+  for (const chart of waiting) chart.width ||= chart.canvas.clientWidth; // all before the first of them changes something
   const ends = performance.now() + FRAME_MS;
   for (const chart of waiting) {
     waiting.delete(chart);
-    chart.drawNow();
+    if (chart.width) chart.drawNow(); // else once it is laid out
     if (performance.now() > ends) break;
   }
   if (waiting.size) requestAnimationFrame(drawWaiting);
@@ -49,7 +50,7 @@ function writeTables() {
   unwritten.clear();
 }
 
-/** Watch size and place: no drawing asks for them (each question lays the page out again), and none is out of sight. */
+/** Watch size and place: asking for them lays the page out again, and what is out of sight is not drawn. */
 function watch(chart) {
   observers ??= [
     new ResizeObserver((seen) => seen.forEach(({ target, contentRect }) => target.chart.resize(contentRect.width))),
@@ -100,10 +101,11 @@ export class Chart {
   }
 
   resize(width) {
-    if (!this.canvas.isConnected) return this.close(); // its page has been left
-    if (this.width === width) return null;
-    this.width = width;
-    return this.redraw();
+    if (this.width && !this.canvas.isConnected) this.close(); // its page has been left
+    else if (this.width !== width) {
+      this.width = width;
+      this.redraw();
+    }
   }
 
   see(inSight) {
@@ -112,7 +114,7 @@ export class Chart {
   }
 
   redraw() {
-    if (this.hidden || !this.width) return;
+    if (this.hidden) return;
     if (!waiting.size) requestAnimationFrame(drawWaiting);
     waiting.add(this);
   }

@@ -163,7 +163,9 @@ class LearningView {
     const searched = this.search.value.trim();
     const byName = new Map(this.metrics.map((metric) => [metric.name, metric]));
     const groups = this.groups().filter(([, names]) => searched || names.length);
-    this.tiles = new Map(groups.flatMap(([, names]) => names).map((name) => [name, new Tile(byName.get(name), this)]));
+    const shown = groups.flatMap(([, names]) => names);
+    const loading = this.load(shown); // asked for first: the tiles are built meanwhile
+    this.tiles = new Map(shown.map((name) => [name, new Tile(byName.get(name), this)]));
     const tiles = (names) => names.map((name) => this.tiles.get(name).root);
     const section = ([group, names]) => el("section.group", el("h3", group), el("div.tiles", tiles(names)));
     const sections = groups.map(section);
@@ -171,7 +173,7 @@ class LearningView {
     if (!this.metrics.length) sections.splice(0, Infinity, empty("Curves come with the first trained step."));
     else if (!searched) sections.push(el("p", all));
     this.curves.replaceChildren(...sections);
-    return this.load([...this.tiles.keys()]);
+    return loading;
   }
 
   async load(names) {
