@@ -4,14 +4,15 @@ A phase of a live row becomes one of five kinds, because no eye tells more patte
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.rows import DeviceUse, LiveRow
-from tidemill.launch.page.texts import made_safe, safe
+from tidemill.launch.page.texts import fact, made_safe, safe
 from tidemill.launch.run.watch import SILENT_S
 
 KEPT_S = 3600.0
@@ -157,3 +158,21 @@ def _devices(row: LiveRow) -> list[JsonObject]:
     memory = row.capabilities.device_memory_bytes or None
     devices = [use.get(uuid, DeviceUse(device=uuid, memory_bytes=memory)) for uuid in row.capabilities.devices]
     return [msgspec.to_builtins(device) for device in devices]
+
+
+def fleet_facts(queue: Mapping[str, Any], rows: Sequence[LiveRow]) -> list[JsonObject]:
+    """Return the facts on top of the fleet: queue, disks, and the use of the machines by all processes."""
+    devices = {device["device"]: device["utilisation"] for row in rows for device in _devices(row)}
+    shares = [share for share in devices.values() if share is not None]
+    cores = [row.use.cpu_share for row in rows if row.use.cpu_share is not None]
+    gpus = round(sum(shares) / len(shares), 2) if shares else None
+    return [
+        fact("tasks waiting", queue["waiting"], "count", "in the queue"),
+        fact("tasks leased", queue["leased"], "count", "with actors"),
+        fact("samples stored", queue["stream_messages"], "count", "in the stream"),
+        fact("stream", queue["stream_bytes"], "bytes", queue["full"] or "has room"),
+        fact("bus", queue["bus_bytes"], "bytes", "all streams"),
+        fact("checkpoints", queue["checkpoints_free_bytes"], "bytes", "free for them"),
+        fact("GPUs in use", gpus, "share", f"of {len(devices)}" if devices else "no GPU"),
+        fact("CPU in use", round(sum(cores), 1) if cores else None, "cores", "by these processes"),
+    ]

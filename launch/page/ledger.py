@@ -218,8 +218,10 @@ def _sankey(
     places |= {"evaluation": (2, evaluated), "read": (3, read), "in the stream": (3, counts["in the stream"])}
     places |= {name: (4, count) for name, count in ends.items()}
     names = {"published": "scored and published", "read": "read by the learner"}
+    shown = [link for link in links() if link["value"]]
+    tones = {link["to"]: link["tone"] for link in shown}
     nodes = [
-        {"id": name, "name": names.get(name, name), "column": at, "value": count}
+        {"id": name, "name": names.get(name, name), "column": at, "value": count, "tone": tones.get(name, "mute")}
         for name, (at, count) in places.items()
     ]
-    return nodes, [link for link in links() if link["value"]]
+    return nodes, shown

@@ -17,6 +17,7 @@ from tidemill.learner.settings.config import masked
 MAX_LINES, MAX_LINE = 200, 2000  # Newest lines of an answer, and characters of a line
 MAX_READ_BYTES = 1 << 18  # End of a file that is read
 MAX_FILES = 500
+FIRST = ("learner", "up")  # Logs that are read where none is asked for
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -30,22 +31,21 @@ class RunLogs:
     def as_map(self, name: str, rows: Sequence[LiveRow]) -> JsonObject:
         """Return the logs that are here, the newest lines of one of them, and the places of the others. Blocks.
 
-        ``name``: the log to read; empty = the one that was written last. Its lines are null where it is not here.
+        ``name``: the log to read; empty = the learner's. Its lines are null where it is not here.
         """
-        files = dict(sorted(self._files(), key=lambda file: -file[1].st_mtime)[:MAX_FILES])
-        chosen = name[:MAX_LINE] or next(iter(files), "")
-        listed = [{"name": file, "bytes": state.st_size, "written_s": state.st_mtime} for file, state in files.items()]
-        answer = {"logs": sorted(listed, key=lambda log: log["name"]), "elsewhere": self._elsewhere(files, rows)}
+        files = sorted(self._files())[:MAX_FILES]
+        chosen = name[:MAX_LINE] or next((first for first in FIRST if first in files), (files or [""])[0])
+        answer = {"logs": files, "elsewhere": self._elsewhere(files, rows)}
         return made_safe({**answer, "name": chosen, **self._end_of(chosen, chosen in files)})  # type: ignore[no-any-return]
 
-    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield name and state of the log files: no link, which might lead elsewhere."""
+    def _files(self) -> Iterator[str]:
+        """Yield the names of the log files: no link, which might lead elsewhere."""
         if self._directory is None or not self._directory.is_dir():
             return
         with os.scandir(self._directory) as entries:
             for entry in entries:
                 if entry.name.endswith(".log") and entry.is_file(follow_symlinks=False):
-                    yield entry.name.removesuffix(".log"), entry.stat(follow_symlinks=False)
+                    yield entry.name.removesuffix(".log")
 
     def _end_of(self, name: str, is_here: bool) -> JsonObject:
         """Return the newest lines of a log, and the number of bytes before them."""

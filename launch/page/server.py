@@ -23,7 +23,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.page.access import HEADERS, PageAccess, error_answer, secured
 from tidemill.launch.page.answers import RunAnswers
 from tidemill.launch.page.batch import batch_of
-from tidemill.launch.page.columns import BUCKETS
+from tidemill.launch.page.columns import BUCKETS, shown_first
 from tidemill.launch.page.commands import dead_tasks
 from tidemill.launch.page.compared import ComparedRuns
 from tidemill.launch.page.configuration import configuration_of
@@ -151,6 +151,8 @@ class PageServer:
     async def _series(self, request: web.Request) -> JsonObject:
         query = request.query
         names = [name for name in query.get("names", "").split(",") if name]
+        if query.get("first"):
+            names = [name for _, shown in shown_first(self._reader.metrics) for name in shown][:MAX_NAMES]
         if len(names) > MAX_NAMES:
             raise ValueError(f"names: want at most {MAX_NAMES}, got {len(names)}")
         columns = await self._compared.columns(query["run"]) if query.get("run") else None

@@ -303,7 +303,9 @@ def test_settings_and_logs(live: LiveRun, browser: Any) -> None:
         reader.wait(f"() => {log}.endsWith('three')")
         assert "engine e0" in reader.page.inner_text("[aria-label=Logs] table")
         reader.show("setup&log=elsewhere")
-        reader.wait("() => document.querySelector('[aria-label=Logs]').textContent.includes('no log of elsewhere')")
+        reader.wait(
+            "() => document.querySelector('[aria-label=Logs]').textContent.includes('no log of elsewhere is on this machine')"
+        )
 
 
 def test_the_use_of_processes_and_devices(address: str, browser: Any) -> None:

@@ -13,16 +13,8 @@ import { samplePage } from "./sample.js";
 import { batchPage } from "./batch.js";
 import { setupPage } from "./setup.js";
 
-const PAGES = {
-  overview: overviewPage,
-  flow: flowPage,
-  learning: learningPage,
-  fleet: fleetPage,
-  samples: samplesPage,
-  batch: batchPage,
-  setup: setupPage,
-  sample: samplePage,
-};
+const OF_RUN = { overview: overviewPage, flow: flowPage, learning: learningPage, fleet: fleetPage };
+const PAGES = { ...OF_RUN, samples: samplesPage, batch: batchPage, setup: setupPage, sample: samplePage };
 const TABS = Object.keys(PAGES).filter((name) => name !== "sample");
 const RETRY_MS = 1_000;
 const THEMES = ["auto", "light", "dark"];

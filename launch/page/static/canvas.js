@@ -33,7 +33,7 @@ export function redrawAll() {
 
 /** Draw what waits until the frame's share is used up; the rest in the next frame, and then the hidden tables. */
 function drawWaiting() {
-  for (const chart of waiting) chart.width ||= chart.canvas.clientWidth; // all before the first of them changes something
+  for (const chart of waiting) chart.width ||= chart.canvas.clientWidth; // all, before one of them changes something
   const ends = performance.now() + FRAME_MS;
   for (const chart of waiting) {
     waiting.delete(chart);

@@ -1,6 +1,6 @@
 // Elements. Text enters by text nodes alone, and every string is escaped on the way (`visible`).
 
-import { link, samplesLink, visible } from "./format.js";
+import { inUnit, link, samplesLink, visible } from "./format.js";
 
 /** `el("td.warn", {title: "…", onclick: f}, "text", child, …)`; null and false children are left out. */
 export function el(name, attributes, ...children) {
@@ -28,9 +28,12 @@ export function panel(title, { note, tools = [], size, label = title } = {}, ...
   return el(size ? `section.${size}` : "section", { "aria-label": label }, header, children);
 }
 
-/** A number of the row of facts on top of a page. */
-export function fact(name, value, note, tone) {
-  return el(tone ? `div.fact.${tone}` : "div.fact", el("dt", name), el("dd", value), el("small", note || " "));
+/** A number of the row of facts on top of a page, as the server has it. */
+export function fact({ name, value, unit, note, status, metric }) {
+  const words = value != null && ["steps", "tokens/s", "cores"].includes(unit) && el("small", ` ${unit}`);
+  const mark = MARK[status] && unit !== "check" && el(`b.${status}`, { title: status }, ` ${MARK[status]}`);
+  const title = metric ? el("a", { href: link("learning", "", { q: metric }) }, name) : name;
+  return el(`div.fact.${status}`, el("dt", title), el("dd", inUnit(value, unit), words, mark), el("small", note || " "));
 }
 
 /** A request that was refused, in the server's words. */
@@ -63,6 +66,7 @@ export function empty(text, command) {
   return el("p.empty", text, command ? el("code", command) : null);
 }
 
+const MARK = { ok: "✓", warn: "△", bad: "✕" };
 const SEARCH_MS = 200; // from the last key to the search
 const QUANTITY = /^(?:[-−]?[\d.,]+(?:e-?\d+)?(?: (?:[kMG%]|ms|s|min|h|[KMGT]iB|bytes))?|—)$/;
 

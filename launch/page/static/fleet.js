@@ -7,13 +7,8 @@ import { Lanes, PHASES, SILENT_S } from "./lanes.js";
 const TABLE_EVERY_MS = 5_000;
 const MOST_ROWS = 300;
 const SPANS = { "1 min": 60, "10 min": 600, "1 h": 3_600 };
-const MEANING = {
-  working: "works (shade: version)",
-  waiting: "waits",
-  updating: "takes weights",
-  draining: "drains",
-  down: "is gone",
-};
+const STATES = { working: "works (shade: version)", waiting: "waits", updating: "takes weights" };
+const MEANING = { ...STATES, draining: "drains", down: "is gone" };
 const COLUMNS = {
   process: ({ lane, log }) => {
     const [, name] = /([^/]+)\.log$/.exec(log ?? "") ?? [];
@@ -48,17 +43,6 @@ function deviceLine({ device, utilisation, memory_used_bytes: used, memory_bytes
   return el("div", { title: device }, words);
 }
 
-/** Mean utilisation of the accelerators, each once, and processor time of all processes. */
-export function useWords(lanes) {
-  const devices = new Map(lanes.flatMap((lane) => lane.devices).map((device) => [device.device, device.utilisation]));
-  const known = [...devices.values()].filter((share) => share != null);
-  const sum = (values) => values.reduce((all, value) => all + (value ?? 0), 0);
-  return [
-    fact("GPUs in use", percent(sum(known) / known.length), devices.size ? `of ${count(devices.size)}` : "no GPU"),
-    fact("CPU in use", num(sum(lanes.map((lane) => lane.cpu_share))), "cores, by the processes below"),
-  ];
-}
-
 function legend() {
   const items = PHASES.map((phase) => el("span", el(`i.${phase}`), MEANING[phase]));
   return el("p.legend", items, el("span.mute", "│ push · Ctrl + wheel zooms, Shift + wheel moves"));
@@ -86,17 +70,6 @@ function scaleForm(hosts, source) {
   };
   const head = ["host", "pool", ...roles.map((role) => `${role}s`), "desired numbers"];
   return el("div.scroll.scale", table(head, hosts.map(row), { caption: "Desired processes" }));
-}
-
-function queueFacts(queue = {}) {
-  return [
-    fact("tasks waiting", count(queue.waiting), "in the queue"),
-    fact("tasks leased", count(queue.leased), "with actors"),
-    fact("samples stored", count(queue.stream_messages), "in the stream"),
-    fact("stream", bytes(queue.stream_bytes), queue.full || "has room"),
-    fact("bus", bytes(queue.bus_bytes), "all streams"),
-    fact("checkpoints", bytes(queue.checkpoints_free_bytes), "free for them"),
-  ];
 }
 
 /** Engines by the samples that they made, the ones that are behind first: it is there after the end, too. */
@@ -158,8 +131,7 @@ class FleetView {
   update({ run, segments, pushes, processes, queue }) {
     this.lanes = processes ?? this.lanes;
     this.chart.add({ now_s: run?.now_s, segments, pushes, lanes: processes });
-    this.queue = queue ?? this.queue;
-    if (queue || processes) this.facts.replaceChildren(...queueFacts(this.queue), ...useWords(this.lanes));
+    if (queue) this.facts.replaceChildren(...queue.facts.map(fact));
     if (processes && performance.now() - this.written > TABLE_EVERY_MS) this.write();
   }
 }

@@ -39,7 +39,9 @@ export const bytes = shown((value) => {
   return power ? `${Number((value / 1024 ** power).toPrecision(3))} ${BYTES[power]}` : `${count(value)} bytes`;
 });
 
-const UNITS = { s: duration, bytes, share: percent };
+/** A check that is neither true nor false is unknown. */
+const check = (value) => (value == null ? "—" : value ? "✓ balance" : "✕ no balance");
+const UNITS = { s: duration, bytes, share: percent, count, check };
 
 /** A value in the unit that the server names. */
 export function inUnit(value, unit) {
@@ -104,13 +106,6 @@ export function parseLink(hash) {
   const items = [...new URLSearchParams(hash.replace(/^#/, ""))];
   const [page, value] = items.shift() ?? ["", ""];
   return { page: page || "overview", value, query: Object.fromEntries(items) };
-}
-
-/** Names that a list of names and beginnings (`eval/*`) takes, in its order. */
-export function chooseNames(all, wanted) {
-  const fits = (pattern) =>
-    all.filter((name) => (pattern.endsWith("*") ? name.startsWith(pattern.slice(0, -1)) : name === pattern));
-  return [...new Set(wanted.flatMap(fits))];
 }
 
 /** First and last token that `t=120-180` or `t=120` names, or null. */

@@ -20,24 +20,18 @@ const PATTERN = { updating: "version", draining: "warn", down: "bad" };
 
 /** Segments by lane in the order of time; a segment that comes again replaces the earlier one. */
 export class Segments {
-  constructor() {
-    this.lanes = new Map();
-  }
+  lanes = new Map();
 
   add(segments) {
     for (const segment of segments) {
-      const lane = this.lanes.get(segment.lane) ?? [];
-      insert(lane, segment, (item) => item.begin_s);
-      this.lanes.set(segment.lane, lane);
+      if (!this.lanes.has(segment.lane)) this.lanes.set(segment.lane, []);
+      insert(this.of(segment.lane), segment, (item) => item.begin_s);
     }
   }
 
   /** Forget what ended before `second`. */
   forget(second) {
-    for (const lane of this.lanes.values()) {
-      const kept = lane.findIndex((segment) => (segment.end_s ?? Infinity) >= second);
-      if (kept > 0) lane.splice(0, kept);
-    }
+    for (const [name, lane] of this.lanes) lane.splice(0, this.firstAfter(name, second));
   }
 
   of(lane) {
@@ -108,7 +102,6 @@ export class Lanes extends Chart {
 
   /** Put lanes under their roles; with more than 80 of them a role is one stack, and a click opens it. */
   arrange() {
-    const roles = grouped(this.lanes);
     const many = this.lanes.length > MOST_LANES;
     this.rows = [];
     let y = 0;
@@ -116,7 +109,7 @@ export class Lanes extends Chart {
       this.rows.push({ ...row, y });
       y += row.height;
     };
-    for (const [role, lanes] of roles) {
+    for (const [role, lanes] of Map.groupBy(this.lanes, (lane) => lane.role)) {
       const collapsed = many && lanes.length > 4 && !this.opened.has(role);
       add({ height: GROUP, role, lanes, heading: true, collapsed });
       if (collapsed) add({ height: STACK, role, lanes, collapsed });
@@ -288,10 +281,4 @@ function pushWords({ version, seconds, stall_seconds: stall, bytes: size, engine
 function segmentWords({ lane, phase, words, version, begin_s: begin, end_s: end }, now) {
   const time = [duration((end ?? now) - begin), `since ${clock(begin)}`];
   return joinWords(lane, phase, words, ...time, version != null && `v${version}`);
-}
-
-function grouped(lanes) {
-  const roles = new Map();
-  for (const lane of lanes) roles.set(lane.role, [...(roles.get(lane.role) ?? []), lane]);
-  return roles;
 }

@@ -1,6 +1,6 @@
 // How the run was set up: its settings, the changed ones first, and the newest lines of its logs.
 
-import { bytes, clock, count, joinWords, link, visible } from "./format.js";
+import { bytes, count, link, visible } from "./format.js";
 import { button, choice, el, failure, panel, searchField, tableOf } from "./dom.js";
 
 const LOG_EVERY_MS = 2_000;
@@ -53,17 +53,15 @@ class SetupView {
     const answer = await this.source.get("logs", { name: this.log }).catch((problem) => ({ problem }));
     if (answer.problem) return this.places.replaceChildren(failure(answer.problem));
     const { logs, name, lines, before_bytes: before, elsewhere } = answer;
-    const names = logs.map((log) => log.name).join();
     const pick = (chosen) => ((this.log = chosen), this.changed(), this.load());
-    if (this.listed !== names) this.names.replaceChildren(choice(logs.map((log) => log.name), name, pick, "log"));
-    this.listed = names;
+    if (this.listed !== logs.join()) this.names.replaceChildren(choice(logs, name, pick, "log"));
+    this.listed = logs.join();
     const { scrollTop, clientHeight, scrollHeight } = this.text;
     this.text.hidden = !lines;
     this.text.textContent = visible(lines?.join("\n") ?? "");
     if (scrollTop + clientHeight >= scrollHeight - 4) this.text.scrollTop = this.text.scrollHeight;
-    const written = `written ${clock(logs.find((log) => log.name === name)?.written_s)}`;
-    const cut = before > 0 && `${bytes(before)} before these ${count(lines.length)} lines`;
-    this.note.textContent = lines ? joinWords(written, cut) : `no log ${name && `of ${name} `}is on this machine`;
+    const words = lines && `${bytes(before)} before these ${count(lines.length)} lines`;
+    this.note.textContent = words ?? `no log ${name && `of ${name} `}is on this machine`;
     return this.places.replaceChildren(...otherLogs(elsewhere));
   }
 

@@ -1,7 +1,5 @@
 // Where the numbers come from: the server, or the data of an exported file. Both have the same methods.
 
-import { chooseNames } from "./format.js";
-
 /** A refusal; `status` is 0 where the server did not answer. */
 const refused = (status, sentence) => Object.assign(new Error(sentence), { status });
 
@@ -56,19 +54,15 @@ export class EmbeddedSource {
     throw refused(404, "not in this file: open the run with tidemill dashboard to see it");
   }
 
-  searched = {
-    series: this.series,
-    samples: this.samples,
-    histogram: () => this.answers["/api/histogram"],
-    group: this.group,
-  };
+  histogram = () => this.answers["/api/histogram"];
+  searched = { series: this.series, samples: this.samples, histogram: this.histogram, group: this.group };
 
-  series({ names, run }) {
+  series({ names, first, run }) {
     const all = run ? null : this.answers["/api/series"];
     if (!all) return null;
-    const there = Object.keys(all.series);
-    const wanted = names ? chooseNames(there, names.split(",")) : there;
-    return { ...all, series: Object.fromEntries(wanted.map((item) => [item, all.series[item]])) };
+    const shown = first && this.answers["/api/metrics"].shown.flatMap(([, chosen]) => chosen);
+    const wanted = shown || names?.split(",") || Object.keys(all.series);
+    return { ...all, series: Object.fromEntries(wanted.map((name) => [name, all.series[name]])) };
   }
 
   samples({ filter = "", before, n = 100 }) {
