@@ -143,15 +143,15 @@ class FoundSeries:
         self._add_use(row.use, place)
 
     def _add_use(self, use: MachineUse, place: Mapping[str, str]) -> None:
-        numbers = [("process/cpu_share", use.cpu_share, place), ("process/memory_bytes", use.memory_bytes, place)]
+        def add(labels: Mapping[str, str], **numbers: float | None) -> None:
+            for name, value in numbers.items():
+                if value is not None:
+                    self.add(f"process/{name}", float(value), labels)
+
+        add(place, cpu_share=use.cpu_share, memory_bytes=use.memory_bytes)
         for device in use.devices[:MOST_MEMBERS]:
-            names = {**place, "device": label_of(device.device)}
-            numbers.append(("process/device_utilisation", device.utilisation, names))
-            numbers.append(("process/device_memory_used_bytes", device.memory_used_bytes, names))
-            numbers.append(("process/device_memory_bytes", device.memory_bytes, names))
-        for name, value, names in numbers:
-            if value is not None:
-                self.add(name, float(value), names)
+            sizes = {"device_memory_used_bytes": device.memory_used_bytes, "device_memory_bytes": device.memory_bytes}
+            add({**place, "device": label_of(device.device)}, device_utilisation=device.utilisation, **sizes)
 
     def add(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
         """Add a sample; one that the dictionary does not have, or beyond the bound of its family, is left out."""
