@@ -22,6 +22,7 @@ from tidemill.bus.wire.subjects import token
 _log = logging.getLogger(__name__)
 
 _BUCKET = "live"
+_PARENTS = ("host", "up")  # Roles with children that have rows of their own
 _WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0  # Intervals in which ``Waiting`` writes its row, and its log line
 _PERIODS = 5  # Heartbeat periods after which a write that is not acknowledged is made again
 _OBSERVED: ContextVar["list[HeartbeatPublisher] | None"] = ContextVar("observed", default=None)
@@ -58,7 +59,7 @@ class HeartbeatPublisher:
         self.last_error = ""  # Empty = the last write succeeded
         self.written_s = float("-inf")  # Monotonic time of the last write that succeeded
         self._bus, self._rows, self._every_s = bus, bus.rows(_BUCKET), every_s
-        self._waiter, self._meter = Waiter(), UseMeter()
+        self._waiter, self._meter = Waiter(), UseMeter(children=row.role not in _PARENTS)
         self._beating: asyncio.Task[None] | None = None
         self._ending = False
         # States of the row so far, and the number of them at the state that was stored last

@@ -77,7 +77,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineUse:
-    """Use of the machine by one process, without its children."""
+    """Use of the machine by one process with those below it; of a host without them, as they have rows."""
 
     cpu_share: Number | None = None
     """Processor time by time: 1 = one core. None = not reported."""

@@ -164,7 +164,8 @@ def fleet_facts(queue: Mapping[str, Any], rows: Sequence[LiveRow]) -> list[JsonO
     """Return the facts on top of the fleet: queue, disks, and the use of the machines by all processes."""
     devices = {device["device"]: device["utilisation"] for row in rows for device in _devices(row)}
     shares = [share for share in devices.values() if share is not None]
-    cores = [row.use.cpu_share for row in rows if row.use.cpu_share is not None]
+    # The feeder is a child of the learner, whose use has the feeder's.
+    cores = [row.use.cpu_share for row in rows if row.use.cpu_share is not None and row.role != "feeder"]
     gpus = round(sum(shares) / len(shares), 2) if shares else None
     return [
         fact("tasks waiting", queue["waiting"], "count", "in the queue"),

@@ -312,7 +312,7 @@ def test_the_use_of_processes_and_devices(address: str, browser: Any) -> None:
     """As heartbeats have it: this machine has no GPU, so one row says what a driver would."""
     with reading(browser, address) as reader:
         reader.show("fleet")
-        cells = "[...document.querySelectorAll('[aria-label=Now] tbody tr')].map(row => [...row.cells].slice(6, 9)"
+        cells = "[...document.querySelectorAll('[aria-label=Now] tbody tr')].map(row => [...row.cells].slice(5, 8)"
         reader.wait(
             f"() => {cells}.map(cell => cell.textContent).join(' ')).some(text => /^\\S+ % \\S+ MiB CPU$/.test(text))"
         )

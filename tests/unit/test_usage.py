@@ -1,6 +1,7 @@
 """Use of processor, memory and accelerators in live rows and in Prometheus; the driver is a module of the test."""
 
 import importlib.util
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from tests.waits import poll
 from tidemill.bus.system import usage
-from tidemill.bus.system.usage import UseMeter, device_use, open_nvml
+from tidemill.bus.system.usage import UseMeter, device_use, open_nvml, tree_use
 from tidemill.bus.wire.rows import Capabilities, DeviceUse, LiveRow, MachineUse, row_of
 from tidemill.launch.metrics.prometheus import MOST_MEMBERS, RunState
 from tidemill.launch.page.lanes import Lane, process_of
@@ -68,6 +69,7 @@ def test_without_the_package_or_a_driver_there_are_no_devices_and_no_thread_goes
 
 def test_a_row_has_the_use_of_its_process_and_its_devices(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "EVERY_S", 0.01)
+    monkeypatch.setattr(usage, "TREE_EVERY_S", 0.3)
     driver()
     meter = UseMeter()
     try:
@@ -83,6 +85,23 @@ def test_a_row_has_the_use_of_its_process_and_its_devices(driver: Any, monkeypat
     row = row_of(LiveRow, {"role": "engine", "id": "e", "host": "h", "pid": 1, "phase": "serving", "use": use})
     assert row.use.devices[0].utilisation == 0.87
     assert meter.read([])["devices"] == [], "a process that computes on none"
+
+
+def test_children_count_unless_they_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "TREE_EVERY_S", 0.3)
+    busy = "import sys; data = bytearray(1 << 26); sys.stdout.write('up\\n'); sys.stdout.flush()\nwhile True: pass"
+    child = subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"up\n"
+        alone, tree = UseMeter(children=False), UseMeter()
+        poll(lambda: tree.read([])["cpu_share"] > 0)
+        assert tree.read([])["memory_bytes"] > alone.read([])["memory_bytes"] + (1 << 26)
+        before = tree_use(children=True)[0]
+        poll(lambda: tree_use(children=True)[0] > before + 0.1)
+    finally:
+        child.kill()
+        child.communicate()
+    assert tree_use(children=True)[0] > before, "its time stays when it has ended"
 
 
 def test_a_row_of_an_earlier_release_has_no_use() -> None:

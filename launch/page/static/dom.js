@@ -33,7 +33,8 @@ export function fact({ name, value, unit, note, status, metric }) {
   const words = value != null && ["steps", "tokens/s", "cores"].includes(unit) && el("small", ` ${unit}`);
   const mark = MARK[status] && unit !== "check" && el(`b.${status}`, { title: status }, ` ${MARK[status]}`);
   const title = metric ? el("a", { href: link("learning", "", { q: metric }) }, name) : name;
-  return el(`div.fact.${status}`, el("dt", title), el("dd", inUnit(value, unit), words, mark), el("small", note || " "));
+  const number = el("dd", inUnit(value, unit), words, mark);
+  return el(`div.fact.${status}`, el("dt", title), number, el("small", note || " "));
 }
 
 /** A request that was refused, in the server's words. */

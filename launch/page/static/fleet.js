@@ -25,15 +25,15 @@ const COLUMNS = {
     return behind > 0 ? el("td.warned", `v${version}, ${count(behind)} behind`) : `v${version}`;
   },
   "tokens/s": (lane) => num(lane.tokens_per_second),
-  load: (lane) => {
-    const load = Object.entries(lane.load ?? {}).map(([name, value]) => `${name} ${num(value)}`);
-    return el("td.text", { title: load.join(", ") }, load.join(", "));
-  },
   CPU: (lane) => percent(lane.cpu_share),
   memory: (lane) => bytes(lane.memory_bytes),
   devices: ({ devices }) => el("td", devices.length ? devices.map(deviceLine) : "CPU"),
   restarts: (lane) => count(lane.restarts ?? 0),
   trouble: (lane) => lane.trouble || lane.note || "—",
+  load: (lane) => {
+    const load = Object.entries(lane.load ?? {}).map(([name, value]) => `${name} ${num(value)}`);
+    return el("td.text", { title: load.join(", ") }, load.join(", "));
+  },
 };
 
 /** An accelerator in a line: the begin of its UUID, and its use where the driver was asked. */

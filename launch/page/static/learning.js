@@ -109,8 +109,8 @@ class LearningView {
   smoothing = "raw";
   log = false;
 
-  constructor({ source, go, replace, query }, { metrics, shown, lags, series }) {
-    Object.assign(this, { source, go, replace, metrics, shown, series });
+  constructor({ source, go, replace, query }, { metrics, shown: first, lags, series }) {
+    Object.assign(this, { source, go, replace, metrics, first, series });
     this.compared = new Set((query.runs ?? "").split(",").filter(Boolean));
     const placeholder = "search any metric: words or a regular expression";
     this.search = searchField("search metrics", placeholder, query.q, () => this.changed());
@@ -143,7 +143,7 @@ class LearningView {
   /** Names by heading: the groups of the first look, or what the search finds. */
   groups() {
     const text = this.search.value.trim();
-    if (!text) return this.shown;
+    if (!text) return this.first;
     const hits = search(this.metrics, text);
     return [[`${hits.length} of ${this.metrics.length} metrics`, hits.slice(0, MOST_FOUND)]];
   }

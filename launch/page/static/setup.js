@@ -8,7 +8,7 @@ const SETTING = {
   setting: ({ path, meaning, changed }) => el(changed ? "b" : "span", { title: meaning }, path),
   value: ({ value }) => el("td.text", { dir: "auto" }, value),
   default: ({ default: usual, changed }) => el("td.text.mute", changed ? (usual ?? "none") : "the same"),
-  meaning: ({ meaning }) => el("td.text.mute", meaning),
+  meaning: ({ meaning }) => el("td.meaning", meaning),
 };
 
 /** Settings that have all words in their path, value or meaning; without words those that differ from their default. */
@@ -75,7 +75,7 @@ function otherLogs(processes) {
   const columns = {
     process: ({ process }) => process,
     host: ({ host }) => host,
-    "its log": ({ path }) => path || "the output of its container, service or terminal",
+    "its log": ({ path }) => path || "in the output of the process that started it",
   };
   return processes.length ? [el("h3", "Other logs"), el("div.scroll", tableOf(columns, processes))] : [];
 }
