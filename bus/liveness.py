@@ -125,7 +125,7 @@ class LiveView:
     """The rows, with the times of their changes on this process' monotonic clock: no clocks are compared."""
 
     def __init__(self, bus: Bus, dead_after_s: float = 5.0) -> None:
-        self._bus, self._rows, self._refusals, self._dead_after_s = bus, bus.rows(_BUCKET), bus.refusals, dead_after_s
+        self._bus, self._rows, self._refusals, self.dead_after_s = bus, bus.rows(_BUCKET), bus.refusals, dead_after_s
         self._seen: dict[str, tuple[int, float]] = {}
 
     async def refresh(self, role: str = "") -> list[tuple[LiveRow, float]]:
@@ -137,7 +137,7 @@ class LiveView:
         rows, now = await self._rows.all(role), time.monotonic()
         kept = {key: change for key, change in self._seen.items() if role and not key.startswith(f"{role}.")}
         self._seen = kept | {key: self._changed(key, revision, now) for key, (_, revision) in rows.items()}
-        if any(now - self._seen[key][1] > self._dead_after_s for key in rows) and await self._bus.full():
+        if any(now - self._seen[key][1] > self.dead_after_s for key in rows) and await self._bus.full():
             self._seen = kept | {key: (revision, now) for key, (_, revision) in rows.items()}
         parsed = [(self._row(key, *row), now - self._seen[key][1]) for key, row in sorted(rows.items())]
         return [(row, age) for row, age in parsed if row is not None]
@@ -147,7 +147,7 @@ class LiveView:
 
     async def alive(self, role: str = "") -> list[LiveRow]:
         """Return the rows, of all roles or one, that changed within ``dead_after_s``, after a refresh."""
-        return [row for row, age in await self.refresh(role) if age <= self._dead_after_s]
+        return [row for row, age in await self.refresh(role) if age <= self.dead_after_s]
 
     def on_change(self, role: str, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         """While entered, call ``wake`` at writes of a role's rows. Some may be missed, so callers also refresh."""

@@ -1,7 +1,7 @@
 """One step from tokens to rows to micro-batches to ranks, by its recorded plan and the samples that it names.
 
 A micro-batch is one row: its sequences one after the other, padded to a multiple. Ranks may leave out samples without
-effect and pack the others again, which no record has: the rows are those of the plan.
+effect and pack the others again, which no record has: the page shows the rows of the plan.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ async def batch_of(reader: RunReader, samples: SampleAnswers, step: int) -> Json
 
 
 def pace_of(reader: RunReader, step: int) -> JsonObject:
-    """Return times and sizes of a step beside those of the median step, and what made it slow, in words."""
+    """Return times and sizes of a step beside the median step, and what made it slow, in words."""
     metrics = reader.metrics.at(step)
 
     def rows(names: dict[str, str], unit: str) -> list[JsonObject]:

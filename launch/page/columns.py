@@ -124,7 +124,7 @@ class MetricColumns:
 def reduced(values: NDArray[np.float32], first_step: int, buckets: int = BUCKETS) -> list[Point]:
     """Return [step, value] of the smallest and the largest value of each bucket, in the order of their steps.
 
-    A bucket without a value, between those that have some, gives [step, null]. Ends without values are left out.
+    A bucket without a value, between buckets with values, gives [step, null]. Ends without values are left out.
     """
     known = np.flatnonzero(~np.isnan(values))
     if not len(known):
@@ -150,7 +150,7 @@ def _points(values: NDArray[np.float32], rows: NDArray[np.intp], first_step: int
 
 
 def all_rounded(values: NDArray[np.float32]) -> list[float | None]:
-    """Return numbers of float32 with the seven digits that they have; None for those that are not finite.
+    """Return numbers of float32 with the seven digits that they have; None for a number that is not finite.
 
     A division of whole numbers gives the double nearest to the decimal number, so JSON has no more digits. Numbers
     above 1e7, whose scale is no whole number, may have another last bit.

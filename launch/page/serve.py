@@ -70,7 +70,7 @@ def with_token(address: str, token: str) -> str:
 
 
 def access_of(args: argparse.Namespace, url: str) -> PageAccess:
-    """Return the tokens of a page: those of the environment, or new ones where one is needed."""
+    """Return the tokens of a page, from the environment, or new ones where one is needed."""
     # A bus with users admits no other user of this machine: a page on loopback must not either.
     asked = args.token or args.viewer_token or args.operator
     needs = asked or not is_loopback(args.host) or _has_users(args, url)

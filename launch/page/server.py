@@ -37,7 +37,7 @@ from tidemill.launch.page.texts import safe, to_json
 
 log = logging.getLogger(__name__)
 
-RENDERER = "renderer-"  # Beginning of the names of users' modules, of which none of the page's own has it
+RENDERER = "renderer-"  # Beginning of the names of users' modules; no module of the page has it
 MAX_NAMES = 64  # Metrics in one request
 MAX_BODY_BYTES = 4 << 20
 LOADING_S = 1.0  # Longest wait of the first answers for the records that are read at the start

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
+from tests.integration.test_weightstore_publisher import GOOD, state
 from tests.metric_names import undocumented
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from tests.waits import LIMIT_S
@@ -29,7 +29,6 @@ from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
 
-__all__ = ["bus_url"]
 START = FeedStart(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
 
 

@@ -162,7 +162,7 @@ class BlockPool:
         return False
 
     def register(self, table: BlockTable, digests: Sequence[bytes], experts: bytes | None = None) -> None:
-        """Make the full blocks of a table known: those of ``digests``, with the experts of all of their tokens."""
+        """Make the full blocks of a table known by ``digests``, with the experts of all of their tokens."""
         if table.generation != self.generation:
             return
         for place in range(table.registered, len(digests)):
