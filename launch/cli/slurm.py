@@ -36,7 +36,7 @@ DRAINED = 10
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # Below the ports that Linux gives to clients (32768 and above)
 _HEAD_CPUS = 2  # Of the bus and the feeder, beside the ranks
 _WORKER_CPUS = {"engine": 2, "scorer": 1, "actor": 1}
-_SLACK_S = 30  # Seconds before the time limit, beside those of a drain
+_SLACK_S = 30  # Seconds before the time limit, beside the seconds of a drain
 JOBS_FILE = "jobs"
 ANSWER_S = 60.0  # Seconds for a command of Slurm to answer; it retries by itself while its controller is away
 

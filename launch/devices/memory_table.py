@@ -323,7 +323,7 @@ class _Valued(ModelShape):
 
 def valued(shape: ModelShape) -> ModelShape:
     """Return the shape of a critic that starts from a model of this shape."""
-    return _Valued(**{each.name: getattr(shape, each.name) for each in fields(shape)})
+    return _Valued(**{field.name: getattr(shape, field.name) for field in fields(shape)})
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:

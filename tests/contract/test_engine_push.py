@@ -94,7 +94,7 @@ async def test_of_two_pushes_that_begin_at_once_the_later_one_is_received(
 ) -> None:
     tensors = list(named(models[2]))
     async with serving(directories[0]) as served, joined(served) as push:
-        async with served.engine.updates._writing:
+        async with served.engine.updates.writing:
             asked = [asyncio.create_task(push.ask_at_once([tensors], 1))]
             await served.until(lambda: served.engine.updates.open_update is not None)
             asked.append(asyncio.create_task(push.ask_at_once([tensors], 2)))
