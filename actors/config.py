@@ -73,6 +73,11 @@ class SglangConfig:
         arguments = {name.replace("-", "_"): value for name, value in self.arguments.items()}
         return next((arguments[name] for name in names if name in arguments), None)
 
+    def count(self, name: str, setting: int) -> int:
+        """Return the number in an argument, which takes precedence over a setting of the engine; 0 = none."""
+        value = self.argument(name)
+        return int(value) if isinstance(value, int | str) and str(value).isdecimal() else setting
+
 
 @section
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +133,16 @@ class EngineConfig:
     """Its module may register the model with transformers."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The SGLang server, for ``engine.kind: sglang``."""
+
+    @property
+    def context_bounds(self) -> tuple[int, int]:
+        """Bounds of the tokens of a sequence by these settings: ``max_context``, and the room for keys and values
+        (``kv_tokens``); 0 = none. Arguments of a SGLang server that is started take precedence.
+        """
+        if self.kind != "sglang" or self.sglang.url:
+            return self.max_context, self.kv_tokens
+        count = self.sglang.count
+        return count("context_length", self.max_context), count("max_total_tokens", self.kv_tokens)
 
 
 @section

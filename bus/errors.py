@@ -227,7 +227,7 @@ class NoRoom(DetailedError, BusError):
 
 
 class StreamReplaced(DetailedError, BusError):
-    """The stream is not the one that the cursor was made for: it was deleted and created again, or restored."""
+    """The cursor was made for another stream: it was deleted and created again, or restored."""
 
     exit_code = exit_codes.CONFIG
     stream: str

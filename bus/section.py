@@ -247,7 +247,7 @@ class Problem:
     paths: tuple[str, ...]
     """The settings, with dots."""
     text: str
-    """The settings, the value wanted, the one that came, and the cure."""
+    """The settings, the value wanted, the value that came, and the cure."""
     unknown: bool = False
     place: tuple[int | str, ...] = ()
     """Keys on the way to a value that is wanted as text."""

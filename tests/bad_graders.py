@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from tests.web_server import web_server
 from tidemill.rewards.builtin.text import digits
 from tidemill.rewards.port import RewardRequest
 
@@ -76,10 +77,5 @@ async def serving() -> AsyncIterator[str]:
 
     application = web.Application()
     application.router.add_post("/score", answer)
-    runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/score"
-    finally:
-        await runner.cleanup()
+    async with web_server(application, handler_cancellation=True, shutdown_timeout=0.1) as url:
+        yield f"{url}/score"

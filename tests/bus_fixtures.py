@@ -1,5 +1,6 @@
 """A real nats-server for each test, and a unique run id."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -25,6 +26,18 @@ def nats_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     """Start an empty server for one test. The test may ``kill()`` and ``start()`` it: the port stays."""
     with EmbeddedServer(tmp_path / "nats", BusConfig(port=-1)) as server:
         yield server
+
+
+@pytest.fixture
+def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
+    """Return the address of a server for one test, which has the layout of the run."""
+
+    async def layout() -> None:
+        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=60) as bus:
+            await bus.create_layout()
+
+    asyncio.run(layout())
+    return nats_server.url
 
 
 @pytest.fixture

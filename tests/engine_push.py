@@ -46,10 +46,10 @@ class Push:
             "/end_weight_update", self.fields | {"weight_version": None if version is None else str(version)}
         )
 
-    async def at_once(self, model: Any, version: int, *, serve: bool) -> tuple[int, Any]:
-        """Push in one request, in three buckets."""
+    async def at_once(self, model: Any, version: int, *, serve: bool, one_by_one: bool = False) -> tuple[int, Any]:
+        """Push in one request, in three buckets, or in a bucket for each tensor."""
         tensors = list(named(model))
-        parts = [tensors[:5], tensors[5:9], tensors[9:]]
+        parts = [[tensor] for tensor in tensors] if one_by_one else [tensors[:5], tensors[5:9], tensors[9:]]
         asked = asyncio.create_task(self.ask_at_once(parts, version, serve=serve))
         for part in parts:
             await asyncio.to_thread(self.group.send, flat(part), LIMIT_S)

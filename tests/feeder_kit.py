@@ -109,7 +109,7 @@ class World:
         self, make: Callable[[Task, int], Sample] | None = None, *, kind: Kind = Kind.TRAIN
     ) -> AsyncIterator[None]:
         """Run two scripted actors."""
-        acting = [asyncio.create_task(self._act(make or self._respond, kind)) for _ in range(2)]
+        acting = [asyncio.create_task(self._act(make or self.respond, kind)) for _ in range(2)]
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ class World:
                         await bus.samples.publish(make(lease.task, index))
                 await lease.ack()
 
-    def _respond(self, task: Task, index: int) -> Sample:
+    def respond(self, task: Task, index: int) -> Sample:
         return sample(task, index, ((task.min_version, 2 + (task.id + index) % 4),))
 
     async def publish(self, step: int, epoch: int, *, initial: bool = False) -> int:

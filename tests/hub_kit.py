@@ -72,7 +72,7 @@ class Hub:
 
     # ---- answers
 
-    def _app(self) -> web.Application:
+    def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._noted])
         for prefix, kind in (("", "model"), ("/datasets", "dataset")):
             at = f"/api/{kind}s/{{org}}/{{name}}"
@@ -242,7 +242,7 @@ def _blob_digest(data: bytes) -> str:
 def serving() -> Iterator[Hub]:
     """Serve a hub from a thread of its own while entered."""
     hub, loop, ready = Hub(), asyncio.new_event_loop(), threading.Event()
-    runner = web.AppRunner(hub._app(), access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+    runner = web.AppRunner(hub.app(), access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
 
     async def start() -> None:
         await runner.setup()

@@ -204,8 +204,8 @@ async def snapshots(model_dir: Path) -> AsyncIterator[Place]:
     await store.open()
     (directory / "file").write_text("x")
     try:
-        assert store._listener is not None
-        yield Place(listener=store._listener, url=store.url, request="GET /file", headers=KEYS.headers)
+        assert store.listener is not None
+        yield Place(listener=store.listener, url=store.url, request="GET /file", headers=KEYS.headers)
     finally:
         await store.close()
 

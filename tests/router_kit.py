@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from tests.waits import LIMIT_S
+from tests.waits import LIMIT_S, until
 from tidemill.actors.config import RouterConfig
 from tidemill.actors.router.server import RouterServer
 from tidemill.bus.client.addresses import KeptPort
@@ -44,13 +44,14 @@ class Door:
 
     async def until(self, reached: Callable[[dict[str, Any]], bool]) -> dict[str, dict[str, Any]]:
         """Return the workers by URL, as soon as ``reached`` is true of them."""
-        async with asyncio.timeout(LIMIT_S):
-            while True:
-                _, listed = await self.get("/list_workers")
-                workers = {worker["url"]: worker for worker in listed["workers"]}
-                if reached(workers):
-                    return workers
-                await asyncio.sleep(0.02)
+
+        async def reached_workers() -> dict[str, dict[str, Any]] | None:
+            _, listed = await self.get("/list_workers")
+            workers = {worker["url"]: worker for worker in listed["workers"]}
+            return workers if reached(workers) else None
+
+        workers: dict[str, dict[str, Any]] = await until(lambda: reached_workers())
+        return workers
 
     async def serving(self, *urls: str) -> None:
         """Wait until these engines, and no others, serve."""

@@ -34,9 +34,10 @@ async def until_gone(found: Callable[[], object]) -> None:
     await until(gone)
 
 
-async def turn() -> None:
-    """Let every task that can run take a step: an order of events, and no time."""
-    await asyncio.sleep(0)
+async def turn(times: int = 1) -> None:
+    """Let every task that can run take a step, or several: an order of events, and no time."""
+    for _ in range(times):
+        await asyncio.sleep(0)
 
 
 async def _result(holds: Callable[[], object]) -> object:

@@ -263,7 +263,7 @@ class RemoteScoring:
     """The rewards of a run as its actor calls them (``Scorer`` and ``GroupScorer`` of ``tidemill.rewards``)."""
 
     def __init__(self, pool: ScorerPool) -> None:
-        self._pool = pool
+        self.pool = pool
 
     async def score(self, request: RewardRequest) -> float | dict[str, float]:
         """Return the reward of a sample, however long there is no scorer. Raises RewardFailed."""
@@ -287,7 +287,7 @@ class RemoteScoring:
         num_lost, avoid = 0, ""
         while True:
             try:
-                async with self._pool.acquire(min_version=-1, timeout_s=math.inf, avoid=avoid) as (scorer, client):
+                async with self.pool.acquire(min_version=-1, timeout_s=math.inf, avoid=avoid) as (scorer, client):
                     avoid = scorer
                     return _read(scorer, contract, field, await self._call(scorer, client, path, body))
             # A reward is a function without a state: another scorer computes it again (decision 045).
@@ -301,7 +301,7 @@ class RemoteScoring:
 
     async def _call(self, scorer: str, client: ScorerClient, path: str, body: bytes) -> Any:
         """Call a scorer until it answers or is gone."""
-        calling, _ = await first_of(client.post(path, body), self._pool.gone(client))
+        calling, _ = await first_of(client.post(path, body), self.pool.gone(client))
         if calling.cancelled():
             raise ScorerLost(scorer, "it has ended, or written no live row for ten seconds")
         return calling.result()

@@ -110,7 +110,8 @@ class ServerPool(Generic[Client]):
         ``in_turn``: of equally busy servers choose the one chosen longest ago, else the first by id.
         """
         self._discovery, self._client, self._quarantine_s, self._in_turn = discovery, client, quarantine_s, in_turn
-        self._entries: dict[str, Pooled[Client]] = {}
+        self.entries: dict[str, Pooled[Client]] = {}
+        """The known servers by address."""
         self._changed = Waiter()
         self._tickets, self._choices = itertools.count(), itertools.count(1)
         self._waiting: dict[int, tuple[int, float]] = {}
@@ -134,7 +135,7 @@ class ServerPool(Generic[Client]):
                     await self._refresh_now.wait(POLL_WAITING_S if self._waiting else POLL_S)
         finally:
             await self._discovery.close()
-            for entry in self._entries.values():
+            for entry in self.entries.values():
                 await entry.client.close()
 
     async def _watch(self, stack: AsyncExitStack) -> None:
@@ -182,12 +183,12 @@ class ServerPool(Generic[Client]):
 
     async def gone(self, client: Client) -> None:
         """Return when the process of an acquired client is no more, as far as the bus knows."""
-        for entry in [entry for entry in self._entries.values() if entry.client is client]:
+        for entry in [entry for entry in self.entries.values() if entry.client is client]:
             await entry.gone.wait()
 
     def process_of(self, server_id: str) -> str:
         """Return the identity of a server's process, as last observed; empty = not known."""
-        return next((entry.status.process for entry in self._entries.values() if entry.status.id == server_id), "")
+        return next((entry.status.process for entry in self.entries.values() if entry.status.id == server_id), "")
 
     async def refresh(self) -> None:
         """Read the servers' states at once and return when they are known. Raises TimeoutError after ``ANSWER_S``."""
@@ -229,7 +230,7 @@ class ServerPool(Generic[Client]):
             self._waiting.pop(ticket, None)
 
     def _best(self, min_version: int, avoid: str, prefer: str) -> Pooled[Client] | None:
-        able = [entry for entry in self._entries.values() if entry.usable and entry.status.version >= min_version]
+        able = [entry for entry in self.entries.values() if entry.usable and entry.status.version >= min_version]
         if len(able) < 2:
             return able[0] if able else None
 
@@ -242,12 +243,12 @@ class ServerPool(Generic[Client]):
     def _next_return_s(self) -> float:
         """Return the seconds until the next server leaves quarantine; about ``POLL_S`` when none is in it."""
         now = time.monotonic()
-        ends = [entry.quarantined_until - now for entry in self._entries.values() if entry.quarantined_until > now]
+        ends = [entry.quarantined_until - now for entry in self.entries.values() if entry.quarantined_until > now]
         # A little later, so that the quarantine is over when the waiter looks again.
         return min(ends, default=POLL_S) + 0.001
 
     def _describe(self, min_version: int) -> str:
-        remarks = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self._entries.values())
+        remarks = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self.entries.values())
         return f"{self._describe_server(min_version)} ({remarks or 'none known'})"
 
     def _describe_server(self, min_version: int) -> str:
@@ -270,11 +271,11 @@ class ServerPool(Generic[Client]):
         """Apply the observed states. A server that serves again after it did not leaves quarantine."""
         status_of = {status.url: status for status in statuses}
         # A server with requests in flight stays, as they use its client.
-        gone = [url for url, entry in self._entries.items() if url not in status_of and not entry.in_flight]
+        gone = [url for url, entry in self.entries.items() if url not in status_of and not entry.in_flight]
         # Popped all at once, or one might be chosen while another is closed.
-        for entry in [self._entries.pop(url) for url in gone]:
+        for entry in [self.entries.pop(url) for url in gone]:
             await entry.client.close()
-        for url, entry in self._entries.items():
+        for url, entry in self.entries.items():
             status = status_of.get(url) or replace(entry.status, serving=False, remark=GONE)
             if status.serving and not entry.status.serving:
                 entry.failures, entry.quarantined_until = 0, 0.0
@@ -288,8 +289,8 @@ class ServerPool(Generic[Client]):
             elif entry.missing_since_s is not None and time.monotonic() - entry.missing_since_s >= GONE_S:
                 entry.gone.set()
         for url, status in status_of.items():
-            if url not in self._entries:
-                self._entries[url] = Pooled(client=self._client(url), status=status)
+            if url not in self.entries:
+                self.entries[url] = Pooled(client=self._client(url), status=status)
         self._changed.wake()
 
 
@@ -327,7 +328,7 @@ class EnginePool(ServerPool[Engine]):
                 "nonce": entry.status.nonce,
                 "error": entry.error if entry.failures else "",
             }
-            for entry in self._entries.values()
+            for entry in self.entries.values()
         ]
 
     def loads(self) -> list[EngineLoad]:
@@ -336,7 +337,7 @@ class EnginePool(ServerPool[Engine]):
                 **{name: float(entry.status.load.get(name, 0.0)) for name in ("running", "waiting", "rows")},
                 requests=entry.in_flight,
             )
-            for entry in self._entries.values()
+            for entry in self.entries.values()
             if entry.usable
         ]
 

@@ -30,27 +30,27 @@ class Clock:
     """Seconds since its making, without those in which it was stopped."""
 
     def __init__(self) -> None:
-        self._ran_s, self._since_s, self._stops = 0.0, time.monotonic(), 0
+        self._ran_s, self._since_s, self.num_stops = 0.0, time.monotonic(), 0
         self._runs = asyncio.Event()
         self._runs.set()
 
     @property
     def seconds(self) -> float:
         """Seconds that it ran."""
-        return self._ran_s + (0.0 if self._stops else time.monotonic() - self._since_s)
+        return self._ran_s + (0.0 if self.num_stops else time.monotonic() - self._since_s)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stand still inside the block; blocks may overlap."""
-        if not self._stops:
+        if not self.num_stops:
             self._ran_s = self.seconds
             self._runs.clear()
-        self._stops += 1
+        self.num_stops += 1
         try:
             yield
         finally:
-            self._stops -= 1
-            if not self._stops:
+            self.num_stops -= 1
+            if not self.num_stops:
                 self._since_s = time.monotonic()
                 self._runs.set()
 

@@ -99,7 +99,7 @@ class Gateway:
         untrained_models: Collection[str] = (),
     ) -> None:
         """``renderer``: None = the model's chat template. ``untrained_models``: calls for these are context."""
-        self._model, self._responses = model, responses
+        self.model, self._responses = model, responses
         self._renderer, self._untrained_models = renderer, untrained_models
         self.open_episodes: dict[str, _OpenEpisode] = {}
         """Open episodes by key."""
@@ -120,9 +120,9 @@ class Gateway:
     async def opened(self, episode: Episode, max_calls_in_flight: int) -> AsyncIterator[str]:
         """Yield the key of an episode. Afterwards its calls are ended, its streams recorded, and the key refused."""
         key = secrets.token_hex(16)
-        history = TokenHistory(self._model, HISTORY_TEXT, self._chats(episode), episode.task.chat_template_args)
-        episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
-        remember_restored(history, self._model, episode.log.restored)
+        history = TokenHistory(self.model, HISTORY_TEXT, self._chats(episode), episode.task.chat_template_args)
+        episode.restore(lambda ids: self.model.text.decode(ids.tolist(), skip_special=False))
+        remember_restored(history, self.model, episode.log.restored)
         open_episode = _OpenEpisode(episode, history, asyncio.Semaphore(max_calls_in_flight))
         self.open_episodes[key] = open_episode
         try:
@@ -268,9 +268,9 @@ class Gateway:
         calls = ModelCalls(
             opened.episode,
             self._responses,
-            max_context=self._model.max_context,
+            max_context=self.model.max_context,
             name=_PREFIX.get(path, "") + request_id,
-            model=self._model.name,
+            model=self.model.name,
             agent=next((headers[name] for name in SESSION_HEADERS if name in headers), "")[:64],
             trained=headers.get(TRAIN_HEADER, "1").strip() != "0" and not is_untrained,
             streams=streams,

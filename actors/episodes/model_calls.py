@@ -77,7 +77,7 @@ class ModelCalls:
         ``streams``: whether a stream is sent as its tokens are made; ``stream`` must then be ended. False = it is sent
         when it is whole.
         """
-        self._episode, self._responses, self._max_context = episode, responses, max_context
+        self.episode, self._responses, self._max_context = episode, responses, max_context
         self._name, self._model, self._agent, self._trained, self._streams = name, model, agent, trained, streams
         self.room = ExitStack()
         """Room of the calls in the episode's budget."""
@@ -93,7 +93,7 @@ class ModelCalls:
     async def __call__(self, request: Request) -> Answer:
         """Answer /generate with token ids, and /v1/models. Raises BadRequest, GenerationFailed, Interrupted."""
         if request.path == "/v1/models":
-            limit = self._episode.budget.context or self._max_context
+            limit = self.episode.budget.context or self._max_context
             return Answer.of(HTTPStatus.OK, openai_api.models([self._model], min(self._max_context, limit)))
         if request.path != "/generate":
             raise BadRequest(f"{request.path}: not a path of this gateway")
@@ -112,7 +112,7 @@ class ModelCalls:
         return Answer.of(HTTPStatus.OK, answers if many else answers[0])
 
     async def _call(self, prompt: NDArray[np.int32], parameters: JsonMapping, place: int) -> AnsweredCall:
-        episode = self._episode
+        episode = self.episode
         reserved, sampling = self._reserve(prompt, parameters, self.room)
         stored = episode.log.take_stored(prompt, at_most=reserved.max_new_tokens, trained=self._trained)
         if stored is not None:
@@ -139,8 +139,8 @@ class ModelCalls:
         self, prompt: NDArray[np.int32], parameters: JsonMapping, room: ExitStack
     ) -> tuple[ReservedCall, Sampling]:
         """Return the room of a call, which is kept until ``room`` is closed, and its sampling. Raises BadRequest."""
-        sampling = _sampling(self._episode.sampling, parameters, self._note_overridden if self._trained else None)
-        call = room.enter_context(self._episode.call(prompt, sampling.max_new_tokens, max_context=self._max_context))
+        sampling = _sampling(self.episode.sampling, parameters, self._note_overridden if self._trained else None)
+        call = room.enter_context(self.episode.call(prompt, sampling.max_new_tokens, max_context=self._max_context))
         return call, replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
 
     async def _generate(
@@ -150,7 +150,7 @@ class ModelCalls:
         place: int,
         grown: Callable[[EngineResponse], None] | None = None,
     ) -> EngineResponse:
-        episode = self._episode
+        episode = self.episode
         request = Prompt(
             name=f"{episode.name}.{self._name}.{place}",
             tokens=prompt,
@@ -163,13 +163,13 @@ class ModelCalls:
     def _note_spent(self, reserved: ReservedCall, answered: AnsweredCall) -> None:
         """Note a budget that has cut a response short."""
         if reserved.limit and answered.response.generation.finish == LENGTH:
-            self._episode.spent = self._episode.spent or reserved.limit
+            self.episode.spent = self.episode.spent or reserved.limit
 
     def _note_overridden(self, parameter: str) -> None:
-        self._episode.overridden[parameter] += 1
+        self.episode.overridden[parameter] += 1
 
     async def _record(self, call: AnsweredCall) -> None:
-        await self._episode.record(call.prompt, call.output, call.response)
+        await self.episode.record(call.prompt, call.output, call.response)
 
     def _cut(
         self, reserved: ReservedCall, prompt: NDArray[np.int32], place: int, response: EngineResponse
@@ -202,9 +202,9 @@ class ModelCalls:
             finish=finish or generation.finish or "",
             agent=self._agent,
             begin_s=reserved.begin_s,
-            seconds=time.monotonic() - self._episode.began_s - reserved.begin_s if seconds is None else seconds,
+            seconds=time.monotonic() - self.episode.began_s - reserved.begin_s if seconds is None else seconds,
             trained=self._trained,
-            routed_experts=generation.routed_experts if self._episode.task.kind is Kind.TRAIN else None,
+            routed_experts=generation.routed_experts if self.episode.task.kind is Kind.TRAIN else None,
         )
         return AnsweredCall(prompt, output, response, None)
 

@@ -126,8 +126,9 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         if (context := self.config.max_context) > max_positions:
             want = f"want <= {max_positions} (the longest context of the model)"
             raise UnsupportedModel("engine.max_context", f"{want}, got {context}")
-        max_context, text = self.config.max_context or max_positions, Text.read(self.model_dir)
-        max_context = min(max_context, kv_tokens or max_context)
+        longest, room = self.config.context_bounds
+        kv_tokens, text = kv_tokens or room, Text.read(self.model_dir)
+        max_context = min(longest or max_positions, max_positions, kv_tokens or max_positions)
         self.text = text = None if text is None else text.bounded(max_context)
         self.limits = RequestLimits(
             vocab_size=vocab_size,

@@ -124,7 +124,7 @@ class Renderer:
 
     @classmethod
     def read(cls, name: str, options: Mapping[str, object], model_dir: Path, text: Text) -> "Renderer":
-        """Return the library's renderer ``name``, or the one of the model (``auto``). Raises NoRenderer.
+        """Return the library's renderer ``name``, or the model's renderer (``auto``). Raises NoRenderer.
 
         ``options``: fields of its config. Takes seconds when the library is imported first.
         """

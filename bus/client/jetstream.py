@@ -215,14 +215,19 @@ class JetStream:
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
     async def purge_tasks(self, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
-        """Remove messages of tasks with ids < ``below``. ``subject_of``: filter of a task's subjects, ``*`` = any."""
+        """Remove messages of tasks with ids < ``below``, and of subjects that name no task (``task.007``): no process
+        of the run publishes these. ``subject_of``: filter of a task's subjects, ``*`` = any.
+        """
         try:
             counts = await self.subjects(stream, subject_of("*"))
         except NotFound:
             return
-        for task in {subjects.task_named(subject) for subject in counts}:
-            if task is not None and task < below:
-                await self.purge_subject(stream, subject_of(task))
+        tasks = {subject: subjects.task_named(subject) for subject in counts}
+        removed = {subject_of(task) for task in tasks.values() if task is not None and task < below}
+        # nats-server stores a message on a subject that ends with ``*``, too; removed by it, all others would go
+        removed |= {subject for subject, task in tasks.items() if task is None and subjects.is_literal(subject)}
+        for subject in removed:
+            await self.purge_subject(stream, subject)
 
     async def _get_any(self, stream: str, request: Mapping[str, object]) -> Message | None:
         try:

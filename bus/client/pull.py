@@ -314,7 +314,7 @@ class _Slot:
         return None
 
     async def _request(self, left_s: float) -> Msg | None:
-        """Wait for the answer to one request, or to the one that an earlier caller left."""
+        """Wait for the answer to one request, or to a request that an earlier caller left."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Msg | None] = loop.create_future()
         self._answer = answer

@@ -88,7 +88,7 @@ class Rows:
         return {key: (value, revision) for key, value, revision in rows if value is not None}
 
     async def keys(self, under: str = "") -> list[str]:
-        """Return all keys, or those that begin with ``under.``, sorted. A row may be deleted or unreadable."""
+        """Return all keys, or the keys that begin with ``under.``, sorted. A row may be deleted or unreadable."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         counts = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
         return sorted(key for subject in counts if _KEY.fullmatch(key := subject.removeprefix(prefix)))

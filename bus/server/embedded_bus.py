@@ -50,7 +50,7 @@ class EmbeddedBus:
         users = make_users(self._auth_dir, run, config) if config.auth else viewer_alone(viewer, run, config)
         on_this_machine = config.cluster if config.cluster > 1 and not config.server_name else 0
         # Ports of the routes, reserved until ``stop``: each server needs all of them before the others listen
-        self._routes = [KeptPort() for _ in range(on_this_machine)]
+        self.routes = [KeptPort() for _ in range(on_this_machine)]
         self.servers = [self._server(number, users) for number in range(config.cluster)]
 
     @property
@@ -77,7 +77,7 @@ class EmbeddedBus:
     def stop(self) -> None:
         for server in self.servers:
             server.stop()
-        for port in self._routes:
+        for port in self.routes:
             port.close()
 
     def reload(self) -> None:
@@ -99,7 +99,7 @@ class EmbeddedBus:
         if config.server_name:
             return [*users, *self._cluster_lines(config.server_name, config.cluster_listen, config.cluster_routes)]
         if config.cluster > 1:
-            routes = [f"127.0.0.1:{port.number}" for port in self._routes]
+            routes = [f"127.0.0.1:{port.number}" for port in self.routes]
             return [*users, *self._cluster_lines(f"n{number}", routes[number], routes)]
         return list(users)
 
@@ -136,7 +136,7 @@ class StoreKeeper:
     def __init__(
         self, servers: Sequence[EmbeddedServer], need_bytes: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.servers, self._need_bytes, self._clock = servers, need_bytes, clock
+        self.servers, self.need_bytes, self._clock = servers, need_bytes, clock
         # Servers that store nothing, with their errors, until they are started again
         self._faults: dict[EmbeddedServer, str] = {}
         self._checked_s = self._restarted_s = float("-inf")
@@ -166,7 +166,7 @@ class StoreKeeper:
         fault = self._faults.get(server, "")
         if server.running and not fault:
             return ""
-        if lack := lacking(server.directory, self._need_bytes):
+        if lack := lacking(server.directory, self.need_bytes):
             return lack
         wait_s = self._restarted_s + self._pause_s - now
         if server.running and wait_s > 0:
@@ -186,7 +186,7 @@ class StoreKeeper:
         try:
             server.restart()
         except (OSError, ServerFailed):
-            if lack := lacking(server.directory, self._need_bytes):  # it was filled again meanwhile
+            if lack := lacking(server.directory, self.need_bytes):  # it was filled again meanwhile
                 return lack
             raise
         self._faults.pop(server, None)

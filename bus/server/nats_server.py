@@ -25,7 +25,7 @@ from tidemill.bus.wire.json_object import JsonObject
 
 _ANSWER_S = 2.0  # Seconds for an answer: a frozen server gives none
 _SECRET_BYTES = 24
-# Reasons of a failed health check that only a restart cures; those of a cluster that catches up pass
+# Reasons of a failed health check that only a restart cures; a cluster that catches up becomes healthy by itself
 _STOPPED = re.compile(r"write error|not enabled|disabled")
 
 
@@ -188,7 +188,7 @@ class EmbeddedServer:
     def reload(self, extra: Sequence[str]) -> None:
         """Have the running server read its configuration with other ``extra`` lines, and its certificates, again.
 
-        Connections stay, but for those of users that changed. Raises ServerFailed with the server's reason.
+        Only users that changed lose their connections. Raises ServerFailed with the server's reason.
         """
         assert self._process is not None
         self._extra = list(extra)

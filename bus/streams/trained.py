@@ -1,4 +1,4 @@
-"""The stream TRAINED: values of trained tokens (log-prob, advantage, weight), for those who look at a run.
+"""The stream TRAINED: values of trained tokens (log-prob, advantage, weight), for viewers of a run.
 
 Nothing reads it but viewers. It has one copy, loses its oldest messages beyond its bound, and is written by one try: a
 message that is not stored is lost. A step that is executed again writes its subjects again; the newest message counts.

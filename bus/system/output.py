@@ -88,7 +88,7 @@ class _Tally:
 
 
 class FailureLog:
-    """A logger for a few kinds of failures, each of which may occur thousands of times."""
+    """A logger for a few kinds of failures that may occur thousands of times each."""
 
     def __init__(
         self, log: logging.Logger, *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic

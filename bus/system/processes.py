@@ -195,7 +195,8 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self._log_began = 0  # Size of the log when the process was started: the lines before are of an earlier process
         self._passed_on: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
-        self._last_look = Look()
+        self.last_look = Look()
+        """Memory and counters of the process when it was last looked at."""
         self._killed_by_us = False
         self._reason_file: exit_codes.ReasonFile | None = None
         self._reason = ""
@@ -217,7 +218,7 @@ class Child:
 
     async def start(self, pass_fds: Sequence[int] = ()) -> None:
         """Start the process; ``pass_fds`` stay open. Output goes to the log file, or to a pipe that ``wait`` reads."""
-        self._reason, self._killed_by_us, self._last_look = "", False, Look()
+        self._reason, self._killed_by_us, self.last_look = "", False, Look()
         with contextlib.ExitStack() as stack:
             output, error = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
             if self.log_file is not None:
@@ -265,7 +266,7 @@ class Child:
         while True:
             last = look(self.pid)
             if last.rss_bytes:  # it has none when it has ended
-                self._last_look = last
+                self.last_look = last
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def exited(self) -> int:
@@ -327,7 +328,7 @@ class Child:
             self._reason_file.close()
             self._reason_file = None
         if self.returncode == -signal.SIGKILL and not self._killed_by_us:
-            self._reason = self._reason or exit_codes.reason(self.lines()) or cause(self._last_look)
+            self._reason = self._reason or exit_codes.reason(self.lines()) or cause(self.last_look)
 
     def _send_group(self, number: signal.Signals) -> None:
         self._killed_by_us = self._killed_by_us or (number == signal.SIGKILL and self.running)

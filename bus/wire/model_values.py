@@ -1,7 +1,7 @@
 """Values of a model's config.json, read without numpy: processes that only check settings start sooner.
 
-Their keys are those of transformers 4, which most released files and mbridge have. Version 5 writes rotary positions
-into ``rope_parameters``, and the number of experts of Qwen3-MoE as ``num_local_experts``.
+Their keys are the names of transformers 4, which most released files and mbridge have. Version 5 writes rotary
+positions into ``rope_parameters``, and the number of experts of Qwen3-MoE as ``num_local_experts``.
 """
 
 from collections.abc import Mapping

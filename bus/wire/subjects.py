@@ -202,9 +202,18 @@ def trained(run: str, step: int | str = "*", rank: int | str = "*") -> str:
 
 
 def task_named(subject: str) -> int | None:
-    """Return the id of the task that a subject of PARTIALS, TURNS or DEAD names; None when it names none."""
+    """Return the id of the task that a subject of PARTIALS, TURNS or DEAD names; None when it names none, also for
+    another spelling than a process of the run publishes (``007``).
+    """
     parts = subject.split(".")
-    return natural(parts[4 if parts[2] == "dead" else 3])
+    spelled = parts[4 if parts[2] == "dead" else 3]
+    task = natural(spelled)
+    return task if str(task) == spelled else None
+
+
+def is_literal(subject: str) -> bool:
+    """Return whether a subject names itself alone as a filter, too."""
+    return not {"*", ">"} & set(subject.split("."))
 
 
 def natural(text: str) -> int | None:

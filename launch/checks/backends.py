@@ -129,10 +129,10 @@ def language_models() -> frozenset[str]:
 
     Empty where it is not installed.
     """
-    found = importlib.util.find_spec("transformers")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
         return frozenset()
-    source = Path(found.submodule_search_locations[0], _FILE).read_text(encoding="utf-8")
+    source = Path(spec.submodule_search_locations[0], _FILE).read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == _NAMES for target in node.targets):
             assert isinstance(node.value, ast.Call)

@@ -109,21 +109,21 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=vocabulary,
-        context=min(positions, config.engine.max_context or positions, config.engine.kv_tokens or positions),
+        context=min([positions, *filter(None, config.engine.context_bounds)]),
         num_parameters=sum(map(math.prod, tensors.values())),
         shape=shape,
         tensors=tensors,
         critic=_check_critic(report, config, vocabulary, positions, backend.kind),
         backend=backend.kind,
         routed_bytes=_routed_bytes(config, of_text),
-        num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner).values())),
+        num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner, backend=backend.kind).values())),
         row_sizes=row_sizes,
     )
     if prepare is None:
         _check_weights(report, path, tensors, in_files)
     _check_context(report, config, model, positions)
     _check_reference(report, config, values, model)
-    check_tuning(report, config, tensors)
+    check_tuning(report, config, tensors, backend=backend.kind)
     check_megatron(report, config, tensors, num_layers=int(str(of_text["num_hidden_layers"])))
     if len(report.errors) == before:
         text = f"{_in_words(of_text, model)}, trained by {backend.kind} ({backend.reason})"

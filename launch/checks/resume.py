@@ -1,4 +1,4 @@
-"""Compares a resumed run with the one that began in its directory: model, prompts, sampling. Reads no bus."""
+"""Compares a resumed run with the run that began in its directory: model, prompts, sampling. Reads no bus."""
 
 import hashlib
 import json

@@ -5,16 +5,18 @@ A checkpoint of Megatron is compared with the model by the names and shapes in i
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.devices.shapes import Shapes, stages_of, trained_tensors
+from tidemill.launch.devices.shapes import Shapes, adapter_tensors, stages_of, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.checkpoints.torch_dist import SETTING, TRACKER
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.optimizer import adapter_refusals, unmatched
+from tidemill.learner.settings.backends import FSDP, MEGATRON
+from tidemill.learner.settings.optimizer import OF_EXPERTS, TARGETS, adapter_refusals, unmatched
 
 _DIRECT = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
@@ -174,7 +176,7 @@ def _merged(apart: Shapes) -> dict[str, tuple[int, ...]]:
     return {name: (numbers[name], *shape) if ".experts." in name else shape for name, shape in merged.items()}
 
 
-def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
+def check_tuning(report: Report, config: RunConfig, tensors: Shapes, *, backend: str = MEGATRON) -> None:
     """Report patterns that name no weight or all of them, and adapters that do not fit. ``tensors``: the model's."""
     learner = config.learner
     names = list(tensors)
@@ -183,16 +185,12 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
         want = "patterns that are found in names of the model's weights"
         report.error("model", FREEZE, want=want, got=repr(pattern), cure=cure)
     if learner.lora.rank:
-        adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained_tensors(tensors, learner)}
-        if missing := sorted(set(learner.lora.targets) - adapted):
-            layers = f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'})"
-            want, got = f"{layers}; experts have none", ", ".join(missing)
-            report.error("model", "learner.lora.targets", want=want, got=got, cure="leave them out")
+        _check_targets(report, config, tensors, backend)
     setting, choice = FREEZE, learner.optimizer.freeze
     if learner.lora.rank:
         setting, choice = "learner.lora.targets", learner.lora.targets
     stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline, edge_layers=learner.edge_layers)
-    idle = [number for number, stage in enumerate(stages) if not trained_tensors(stage, learner)]
+    idle = [number for number, stage in enumerate(stages) if not trained_tensors(stage, learner, backend=backend)]
     if len(idle) == len(stages):
         cure = "leave weights to train"
         got = repr(list(learner.optimizer.freeze))
@@ -207,6 +205,28 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
     for refused in adapter_refusals(learner.lora):
         cure = "give the settings of the adapters, or another directory"
         report.error("model", refused.field, want=refused.want, got=repr(refused.got), cure=cure)
+
+
+def _check_targets(report: Report, config: RunConfig, tensors: Shapes, backend: str) -> None:
+    """Report targets of adapters that the model lacks, or that this backend does not adapt."""
+    every = replace(config.learner.lora, targets=(*TARGETS, *OF_EXPERTS))
+    present = {_target_of(name) for name in adapter_tensors(tensors, every, backend=backend)}
+    missing = set(config.learner.lora.targets) - present
+    if backend == FSDP and not present & set(OF_EXPERTS) and any("expert" in name or "moe" in name for name in tensors):
+        missing -= set(OF_EXPERTS)  # experts with names in files that are not known here: the ranks find them
+    if missing:
+        layers = f"layers of this model that can have adapters ({', '.join(sorted(present)) or 'none'})"
+        want = layers if backend == FSDP else f"{layers}; experts have none"
+        cure = "leave them out"
+        if backend == MEGATRON and missing & set(OF_EXPERTS):
+            cure += ", or set learner.backend=fsdp, which adapts experts"
+        report.error("model", "learner.lora.targets", want=want, got=", ".join(sorted(missing)), cure=cure)
+
+
+def _target_of(name: str) -> str:
+    """Return the target that a matrix of an adapter belongs to."""
+    layer, _, letter = name.partition(".lora_")
+    return f"experts.{letter[2:]}" if letter[1:] else layer.rpartition(".")[2]
 
 
 def _check_beginning(report: Report, directory: Path) -> None:

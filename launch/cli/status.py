@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from tidemill.actors.engines.address_checks import CURE, unreachable, verified
+from tidemill.actors.serving.builtin.blocks import BLOCK
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.bus.liveness import processes
@@ -21,7 +22,7 @@ from tidemill.bus.streams.readers import WAIT, Cursors, shard_extents
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle
-from tidemill.bus.wire.rows import LiveRow, Outcome
+from tidemill.bus.wire.rows import HistoryRow, LiveRow, Outcome
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.run import summary
@@ -29,7 +30,7 @@ from tidemill.launch.run.run_facts import Pace
 from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS
-from tidemill.learner.feed.history import shown_history
+from tidemill.learner.feed.history import behind_summary, shown_history
 
 _FULL_READ_S = 10.0  # Seconds for the reads while the bus stores nothing
 _MOST_NAMES = 6  # Largest number of fields, and of actors, of invalid samples that are named
@@ -75,7 +76,8 @@ async def read_status(bus: Bus) -> JsonObject:
     state, (waiting, leased) = await bus.samples.info(), await bus.tasks.backlog()
     extents = await shard_extents(bus.jet)
     head, _ = await bus.rows("weights").read("head")
-    plans, run_rows = await _read_plans(bus), bus.rows("run")
+    plans = await behind_summary(bus, lambda history: _read_plans(bus, history), shown_history)
+    run_rows = bus.rows("run")
     metrics = plans.newest.metrics if plans.newest is not None else {}
     feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})
     issued, alive = plans.removed_tasks + await _issued(bus, plans.tasks), [row for row, age in rows if not age]
@@ -199,8 +201,7 @@ class _Plans:
     pace: Pace = field(default_factory=Pace)
 
 
-async def _read_plans(bus: Bus) -> _Plans:
-    history = await shown_history(bus)
+async def _read_plans(bus: Bus, history: HistoryRow) -> _Plans:
     removed_to = 0 if history.removed is None else history.removed.seq
     plans = _Plans(
         removed_tasks=history.trained_tasks + sum(history.given_up.values()),
@@ -373,14 +374,27 @@ def _print_counts(console: Console, status: JsonObject) -> None:
 
 
 def _print_processes(console: Console, status: JsonObject) -> None:
-    table = plain_table("process", "host", "pid", "phase", "version", "waits for")
-    for row in status["processes"]:
+    rooms = [kv_room(row["load"]) for row in status["processes"]]
+    names = ("process", "host", "pid", "phase", "version", *(["keys and values"] if any(rooms) else []), "waits for")
+    table = plain_table(*names)
+    for row, room in zip(status["processes"], rooms, strict=True):
         phase = Text(f"silent for {row['silent_s']} s or more", style="red") if row["silent_s"] else _cell(row["phase"])
         version = str(row["version"]) if row["version"] >= 0 else ""
         name = f"{row['role']} {row['id']}"
         waits_for = _cell(row["waits_for"] or _unverified(row))
-        table.add_row(*map(_cell, (name, row["host"], str(row["pid"]))), phase, version, waits_for)
+        of_engine = [_cell(room)] if any(rooms) else []
+        table.add_row(*map(_cell, (name, row["host"], str(row["pid"]))), phase, version, *of_engine, waits_for)
     console.print(table)
+
+
+def kv_room(load: Mapping[str, float]) -> str:
+    """Return the use of an engine's room for keys and values by its live row; empty when it reports none."""
+    used, preempted = load.get("kv_blocks_used", 0.0), int(load.get("preemptions", 0.0))
+    blocks = used + load.get("kv_blocks_free", 0.0)
+    if blocks <= 0:
+        return ""
+    text = f"{100 * used / blocks:.0f} % of {int(blocks) * BLOCK:,} tokens"
+    return f"{text}, {preempted:,} preempted" if preempted else text
 
 
 def _unverified(row: JsonObject) -> str:

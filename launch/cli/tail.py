@@ -56,8 +56,8 @@ async def tail(search: SampleSearch, args: argparse.Namespace) -> AsyncIterator[
     for match in newest:
         yield match
     if len(newest) < count and looked >= args.search:
-        found = f"{len(newest)} of {count} found among the newest {looked} messages"
-        print(f"tidemill: {found}; --search N looks further", file=sys.stderr)
+        matches = f"{len(newest)} of {count} found among the newest {looked} messages"
+        print(f"tidemill: {matches}; --search N looks further", file=sys.stderr)
     if _follows(args):
         async for match in search.forward(last_seq + 1):
             yield match

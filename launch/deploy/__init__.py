@@ -1,1 +1,1 @@
-"""Runs of which other programs start the processes: launchers, schedulers and clusters."""
+"""Runs whose processes are started by other programs: launchers, schedulers and clusters."""

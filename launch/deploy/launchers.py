@@ -1,4 +1,4 @@
-"""The place of this process among those that a launcher has started, from the launcher's variables.
+"""The place of this process among all that a launcher has started, from the launcher's variables.
 
     torchrun, Kubeflow, Ray Train   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
     mpirun (Open MPI)               OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE

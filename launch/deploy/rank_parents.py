@@ -140,7 +140,7 @@ class RankParents:
             self._ranks[local].note_end(self._lost(local))
 
     async def all_there(self, within_s: float) -> None:
-        """Wait for the processes of all local ranks, or a drain. Raises LearnerEnded naming those that are missing."""
+        """Wait for the processes of all local ranks, or a drain. Raises LearnerEnded naming the missing ranks."""
         loop = asyncio.get_running_loop()
         deadline, reported_s = loop.time() + within_s, loop.time()
         while missing := [local for local in range(1, self._place.local_world) if local not in self._channels]:

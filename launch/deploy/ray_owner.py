@@ -1,7 +1,7 @@
 """The Ray actor that owns one process of a run, in the worker process of that actor. Knows nothing of Ray.
 
 The process ends with its owner (the kernel kills it), and Ray starts an owner again whose worker or node has ended,
-which starts the process again: its name on the bus is that of the run, so it continues its work there.
+which starts the process again: it has the run's name on the bus, so it continues its work there.
 """
 
 import os

@@ -9,9 +9,10 @@ from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, of_rank, s
 from tidemill.launch.devices.rank_memory import ADAM, FLOAT32, ITEM_BYTES, Moments, moments_of
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.settings.backends import FSDP
 from tidemill.learner.settings.config import LearnerConfig
 
-GATHERED = 2  # layers that are whole at a time: the one that computes, and the next one, which is gathered meanwhile
+GATHERED = 2  # layers that are whole at a time: the layer that computes, and the next one, which is gathered meanwhile
 _LAYER = re.compile(r"(.*\.layers\.\d+)\.")
 
 
@@ -43,16 +44,19 @@ def _models(
 
 
 def _model(tensors: Shapes, learner: LearnerConfig, item: int, prefix: str, *, cuda: bool) -> Iterable[MemoryRow]:
-    trained = _divided(tensors if prefix else trained_tensors(tensors, learner), learner)
+    ours = tensors if prefix else trained_tensors(tensors, learner, backend=FSDP)
+    trained = _divided(ours, learner)
+    among = ", adapters among them" if learner.lora.rank and not prefix else ""
     share = f", 1/{num_parts(learner)} of them" if num_parts(learner) > 1 else ""
-    yield of_rank(f"{prefix}weights, float32{share}", FLOAT32 * _divided(tensors, learner))
+    yield of_rank(f"{prefix}weights{among}, float32{share}", FLOAT32 * _divided({**tensors, **ours}, learner))
     yield of_rank(f"{prefix}gradients, float32{share}", FLOAT32 * trained)
     on_host = learner.offload_optimizer and cuda
-    words, state = _moments(tensors if prefix else trained_tensors(tensors, learner), learner, by_adam=bool(prefix))
+    words, state = _moments(ours, learner, by_adam=bool(prefix))
     yield of_rank(f"{prefix}{words}, float32{share}", FLOAT32 * state, on_host=on_host)
     if num_parts(learner) > 1 or item != FLOAT32:
         yield of_rank(
-            f"{prefix}whole weights of {GATHERED} layers, and those outside of layers", item * _whole(tensors)
+            f"{prefix}whole weights of {GATHERED} layers, and those outside of layers",
+            item * _whole({**tensors, **ours}),
         )
 
 
@@ -67,7 +71,8 @@ def _copies(tensors: Shapes, config: RunConfig, *, cuda: bool) -> Iterable[Memor
         yield of_rank(part, FLOAT32 * num_weights, on_host=cuda)
     if learner.checkpoint.background:
         saved = 1 + len([part for part in kept if part != "reference model" or learner.algorithm.kl.moves])
-        _, state = _moments(trained_tensors(tensors, learner), learner, by_adam=learner.algorithm.by_critic)
+        trained = trained_tensors(tensors, learner, backend=FSDP)
+        _, state = _moments(trained, learner, by_adam=learner.algorithm.by_critic)
         size = FLOAT32 * (saved * num_weights + state) * (2 if learner.algorithm.by_critic else 1)
         yield of_rank("copy of weights and the optimizer's state, for checkpoints, at most", size, on_host=cuda)
 

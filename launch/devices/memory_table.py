@@ -38,6 +38,8 @@ STAGED_COPIES = 2
 SENDER = "rank that sends weights, besides"
 # Memory of a rank's Python, torch and Megatron on the CPU before it has a model (torch 2.13, megatron-core 0.16).
 LIBRARY_BYTES = 420_000_000
+# The same of a built-in engine: Python, torch, the tokenizer, and what malloc keeps of a step's tensors.
+ENGINE_LIBRARY_BYTES = 250_000_000
 # A process's CUDA context on its device, about; not measured (`docs/decisions/023-nccl-in-a-process-of-its-own.md`).
 CONTEXT_BYTES = 500_000_000
 
@@ -279,6 +281,11 @@ def engine_rows(
     if states := sizes.states_bytes(config.engine.max_running):
         part = f"states of {config.engine.max_running} rows (engine.max_running), twice"
         yield MemoryRow(process="engine", part=part, bytes=states)
+    if not cuda:
+        # A bucket of a tensor that is larger than it is received into the standby copy, or needs as much memory.
+        bucket_bytes = min(config.weights.bucket_size(on_gpu=False), weights)
+        yield MemoryRow(process="engine", part="two buffers of the first push", bytes=2 * bucket_bytes)
+        yield MemoryRow(process="engine", part="Python and torch, about", bytes=ENGINE_LIBRARY_BYTES)
 
 
 def kv_budget(sizes: RowSizes, config: RunConfig, memory_bytes: int) -> tuple[int, int]:
@@ -316,7 +323,7 @@ class _Valued(ModelShape):
 
 def valued(shape: ModelShape) -> ModelShape:
     """Return the shape of a critic that starts from a model of this shape."""
-    return _Valued(**{each.name: getattr(shape, each.name) for each in fields(shape)})
+    return _Valued(**{field.name: getattr(shape, field.name) for field in fields(shape)})
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:

@@ -66,7 +66,7 @@ class Activations:
         norms = 2 * (self._norm(hidden) + hidden * item) + self._post_norm(shape)
         # Cosines and sines, for queries and for keys
         rotary = 0 if self.rotary_kernel else 4 * shape.rope.size(shape.head_dim) * item
-        # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of
+        # the joint projection (the values are a view of it), rotated queries and keys, the output, and the sums of
         # the softmax
         attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
         head_norms = self._head_norms(heads, kv_heads, shape.head_dim) if shape.head_norm else 0
@@ -146,7 +146,7 @@ def moments_of(name: str, tensors: Shapes, count: Callable[[Shapes], int]) -> Mo
     matrices = {
         name: shape
         for name, shape in tensors.items()
-        if len(shape) == 2 and not any(part in name for part in _NOT_BY_MUON)
+        if (len(shape) == 2 or ".experts." in name) and not any(part in name for part in _NOT_BY_MUON)
     }
     words = "Muon: momentum of matrices, Adam's two moments of others"
     return Moments(words, 2 * count(tensors) - count(matrices))

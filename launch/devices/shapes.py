@@ -1,6 +1,8 @@
 """Machines with their devices, the requirements of a run, and the places of its processes: plain values."""
 
+import re
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -8,8 +10,9 @@ from itertools import accumulate
 from tidemill.bus import exit_codes
 from tidemill.bus.errors import DetailedError
 from tidemill.learner.layout.sizes import stage_layers
+from tidemill.learner.settings.backends import FSDP, MEGATRON
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.optimizer import frozen_names
+from tidemill.learner.settings.optimizer import LoraConfig, frozen_names
 
 HANDLES, BROADCAST, CUDA, NCCL, GLOO, AUTO, SGLANG = "handles", "broadcast", "cuda", "nccl", "gloo", "auto", "sglang"
 
@@ -45,7 +48,7 @@ class Want:
     """Sizes and settings of a run that decide on the placement."""
 
     ranks: int = 0  # Ranks to place
-    nodes: int = 1  # Nodes of the learner, each with as many ranks, of which these are placed
+    nodes: int = 1  # Nodes of the learner, each with as many ranks; these ranks are placed
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -214,26 +217,64 @@ def stages_of(
     return stages
 
 
-def trained_tensors(tensors: Shapes, learner: LearnerConfig) -> Shapes:
+def trained_tensors(tensors: Shapes, learner: LearnerConfig, *, backend: str = MEGATRON) -> Shapes:
     """Return name -> shape of the tensors that have gradients and optimizer state. ``tensors``: the model's tensors."""
     if learner.lora.rank:
-        return adapter_tensors(tensors, learner)
+        return adapter_tensors(tensors, learner.lora, backend=backend)
     frozen = frozen_names(learner.optimizer.freeze, list(tensors))
     return {name: tensor for name, tensor in tensors.items() if name not in frozen}
 
 
-def adapter_tensors(tensors: Shapes, learner: LearnerConfig) -> Shapes:
+def adapter_tensors(tensors: Shapes, lora: LoraConfig, *, backend: str = MEGATRON) -> Shapes:
     """Return name -> shape of the matrices of all adapters."""
     adapters: dict[str, tuple[int, ...]] = {}
+    rank, targets = lora.rank, lora.targets
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
         at, _, target = layer.rpartition(".")
-        # Experts have none, neither routed nor shared ones, nor have the queries of latent attention.
+        # On Megatron experts have none, neither routed nor shared ones, nor have the queries of latent attention.
         latent = target == "q_proj" and f"{at}.kv_b_proj.weight" in tensors
-        if name.endswith(".weight") and "expert" not in name and not latent and target in learner.lora.targets:
-            adapters[f"{layer}.lora_A"] = (learner.lora.rank, tensor[1])
-            adapters[f"{layer}.lora_B"] = (tensor[0], learner.lora.rank)
+        without = ".experts." in name if backend == FSDP else "expert" in name or latent
+        if name.endswith(".weight") and not without and target in targets:
+            adapters[f"{layer}.lora_A"] = (rank, tensor[1])
+            adapters[f"{layer}.lora_B"] = (tensor[0], rank)
+    for name, (experts, outputs, inputs) in fused_experts(tensors).items() if backend == FSDP else ():
+        layer, _, projection = name.rpartition(".")
+        if f"experts.{projection}" in targets:
+            adapters[f"{layer}.lora_A.{projection}"] = (experts, rank, inputs)
+            adapters[f"{layer}.lora_B.{projection}"] = (experts, outputs, rank)
     return adapters
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(?:(gate_proj|w1)|(up_proj|w3)|(down_proj|w2))\.weight")
+_ALL_EXPERTS = re.compile(
+    r"(.+?)(?:\.experts)?\.(?:(gate_up_proj|input_linear)|(up_proj)|(?:down_proj|output_linear))(?:\.weight|_blocks)?"
+)
+"""Names in files of a weight of one expert, and of all experts of a layer; MXFP4 has blocks of 32 numbers."""
+
+
+def fused_experts(tensors: Shapes) -> Mapping[str, tuple[int, int, int]]:
+    """Return (experts, outputs, inputs) of the weights that transformers has for all experts of a layer, by their names
+    there. Names that no release of a tried family has are left out. gpt_oss has the last two the other way round.
+    """
+    fused: dict[str, tuple[int, int, int]] = {}
+    split: dict[str, dict[str, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
+    for name, shape in tensors.items():
+        if expert := _EXPERT.fullmatch(name):
+            layer, gate, up, _ = expert.groups()
+            split[layer]["gate" if gate else "up" if up else "down"].append(shape)
+        elif len(shape) > 2 and (whole := _ALL_EXPERTS.fullmatch(name)):
+            layer, joint, up = whole.groups()
+            inputs = shape[2] if len(shape) == 3 else 2 * shape[2] * shape[3]
+            projection = "gate_up_proj" if joint else "up_proj" if up else "down_proj"
+            fused[f"{layer}.experts.{projection}"] = (shape[0], shape[1], inputs)
+    for layer, parts in split.items():
+        first = "gate_up_proj" if parts["gate"] else "up_proj"
+        for projection, shapes in ((first, parts["up"]), ("down_proj", parts["down"])):
+            if shapes:
+                outputs = shapes[0][0] * (2 if projection == "gate_up_proj" else 1)
+                fused[f"{layer}.{projection}"] = (len(shapes), outputs, shapes[0][1])
+    return fused
 
 
 def is_whole(name: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.hub import selection
-from tidemill.launch.hub.selection import WAY_OUT, HubRefused, HubUnreachable, endpoint, explained, is_offline
+from tidemill.launch.hub.errors import WAY_OUT, HubRefused, HubUnreachable, endpoint, explained, is_offline
 from tidemill.launch.settings.hub_names import COMMIT, DATASET, MODEL_PATH, HubName, cache, kept, names_in
 
 log = logging.getLogger(__name__)

@@ -124,7 +124,7 @@ def board() -> str:
         panels.append({**row, "panels": inner if collapsed else []})
         panels += [] if collapsed else inner
         height += 1 + (0 if collapsed else _HEIGHT * (1 + (len(shown) - 1) // (_COLUMNS // _WIDTH)))
-    for number, panel in enumerate([each for row in panels for each in (row, *row.get("panels", []))], 1):
+    for number, panel in enumerate([panel for row in panels for panel in (row, *row.get("panels", []))], 1):
         panel["id"] = number
     source = {"type": "prometheus", "uid": "${source}"}
     variables = [

@@ -26,7 +26,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import all_of, first_of
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Evaluated
-from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.rows import LiveRow, MachineUse
 from tidemill.launch.metrics.dictionary import Metric, described, metrics
 from tidemill.launch.run.run_facts import RunSettings
 from tidemill.launch.settings import extras
@@ -83,38 +83,38 @@ class RunState:
 
     def series(self) -> "FoundSeries":
         """Return the samples of each metric."""
-        found = FoundSeries(self.run)
-        found.add_all({"bus/up": float(self.up), "bus/full": float(bool(self.full)), "run/step": float(self.step)})
+        series = FoundSeries(self.run)
+        series.add_all({"bus/up": float(self.up), "bus/full": float(bool(self.full)), "run/step": float(self.step)})
         if steps := self.settings.steps:
             ended = self.has_end or self.step >= steps
-            found.add_all({"run/steps": float(steps), "run/ended": float(ended)})
+            series.add_all({"run/steps": float(steps), "run/ended": float(ended)})
         known = thresholds(self.settings.alarms, self.settings.context) if self.settings.row else {}
         for alarm, bounds in known.items():
             for level, bound in zip(("warning", "critical"), bounds, strict=True):
-                found.add("run/alarm_threshold", bound, {"alarm": alarm, "level": level})
+                series.add("run/alarm_threshold", bound, {"alarm": alarm, "level": level})
         for name, value in self.values.items():
-            found.add(name, value)
+            series.add(name, value)
         for dataset, record in list(self.scores.items())[:MOST_MEMBERS]:
             for name, value in record.metrics.items():
-                found.add(f"eval/{name}", value, {"set": label_of(dataset)})
-            found.add("eval/version", float(record.version), {"set": label_of(dataset)})
-        self._add_bus(found)
+                series.add(f"eval/{name}", value, {"set": label_of(dataset)})
+            series.add("eval/version", float(record.version), {"set": label_of(dataset)})
+        self._add_bus(series)
         for row, age_s in self.rows[:MOST_PROCESSES]:
-            found.add_row(row, age_s)
-        found.left_out += max(0, len(self.rows) - MOST_PROCESSES) + max(0, len(self.scores) - MOST_MEMBERS)
-        found.add("exporter/left_out", float(found.left_out))
-        return found
+            series.add_row(row, age_s)
+        series.left_out += max(0, len(self.rows) - MOST_PROCESSES) + max(0, len(self.scores) - MOST_MEMBERS)
+        series.add("exporter/left_out", float(series.left_out))
+        return series
 
-    def _add_bus(self, found: "FoundSeries") -> None:
+    def _add_bus(self, series: "FoundSeries") -> None:
         for name, (state, bound) in self.streams.items():
             stream = {"stream": name}
-            found.add("bus/stream_bytes", float(state.bytes), stream)
-            found.add("bus/stream_bytes_limit", float(max(0, bound)), stream)
-            found.add("bus/stream_messages", float(state.messages), stream)
+            series.add("bus/stream_bytes", float(state.bytes), stream)
+            series.add("bus/stream_bytes_limit", float(max(0, bound)), stream)
+            series.add("bus/stream_messages", float(state.messages), stream)
         if self.store is not None:
-            found.add_all({"bus/store_bytes": float(self.store[0]), "bus/store_bytes_limit": float(self.store[1])})
+            series.add_all({"bus/store_bytes": float(self.store[0]), "bus/store_bytes_limit": float(self.store[1])})
         if self.backlog is not None:
-            found.add_all({"bus/tasks_waiting": float(self.backlog[0]), "bus/tasks_leased": float(self.backlog[1])})
+            series.add_all({"bus/tasks_waiting": float(self.backlog[0]), "bus/tasks_leased": float(self.backlog[1])})
 
 
 class FoundSeries:
@@ -140,6 +140,18 @@ class FoundSeries:
             self.add("process/version", float(row.version), place)
         for name, value in row.load.items():
             self.add(f"{row.role}/{name}", value, {"id": place["id"]})
+        self._add_use(row.use, place)
+
+    def _add_use(self, use: MachineUse, place: Mapping[str, str]) -> None:
+        def add(labels: Mapping[str, str], **numbers: float | None) -> None:
+            for name, value in numbers.items():
+                if value is not None:
+                    self.add(f"process/{name}", float(value), labels)
+
+        add(place, cpu_share=use.cpu_share, memory_bytes=use.memory_bytes)
+        for device in use.devices[:MOST_MEMBERS]:
+            sizes = {"device_memory_used_bytes": device.memory_used_bytes, "device_memory_bytes": device.memory_bytes}
+            add({**place, "device": label_of(device.device)}, device_utilisation=device.utilisation, **sizes)
 
     def add(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
         """Add a sample; one that the dictionary does not have, or beyond the bound of its family, is left out."""
@@ -172,14 +184,14 @@ class RunCollector:
         """Yield each metric that has a value now."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        found = self._series()
-        for name, samples in found.samples.items():
+        series = self._series()
+        for name, samples in series.samples.items():
             metric = metrics()[name]
             family = CounterMetricFamily if metric.counter else GaugeMetricFamily
             labels = list(dict.fromkeys(label for names, _ in samples for label in names))
             made = family(exported_name(metric), help_of(metric), labels=["run", *labels])
             for names, value in samples:
-                made.add_metric([found.run, *(names.get(label, "") for label in labels)], value)
+                made.add_metric([series.run, *(names.get(label, "") for label in labels)], value)
             yield made
 
 

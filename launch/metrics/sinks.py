@@ -67,7 +67,7 @@ SINK = Contract(
         "mlflow": "tidemill.launch.metrics.sinks:MLflow",
         "trackio": "tidemill.launch.metrics.sinks:Trackio",
     },
-    encode=lambda one: json.dumps(asdict(one)).encode(),
+    encode=lambda line: json.dumps(asdict(line)).encode(),
     decode=_decoded,
     checked=_nothing,
 )
@@ -229,7 +229,7 @@ class MLflow:
         now_ms = int(1000 * time.time())
         values = {**record.metrics, series_of(record): record.step}
         metrics = [self._metric(mlflow_name(name), value, now_ms, record.step) for name, value in values.items()]
-        # The last request has the mark of the step: a step of which a part was logged is logged again.
+        # The last request has the mark of the step: a step that was logged in part is logged again.
         for first in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._run, metrics=metrics[first : first + _MOST_METRICS])
 
@@ -273,7 +273,7 @@ class Trackio:
 
     def __call__(self, record: StepMetrics) -> None:
         if self._run is None:
-            # Its own numbers of this machine would be those of the command, not of the run.
+            # Its own numbers of this machine would describe the command, not the run.
             quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
             self._run = self._trackio.init(project=self._project, name=record.run_id, resume="allow", **quiet)
         self._run.log(dict(record.metrics), step=record.step)

@@ -210,7 +210,7 @@ class Tracer:
             await self._post(spans[begin : begin + MOST_SPANS])
 
     async def _post(self, spans: Sequence[JsonObject]) -> None:
-        """Send spans, in several tries; those that the collector refuses, or does not take, are dropped."""
+        """Send spans, in several tries. Spans that the collector refuses, or does not take, are dropped."""
         body, pause_s, reason = request_of(self.bus.run, spans), self.first_pause_s, ""
         for attempt in range(MOST_TRIES):
             if attempt:

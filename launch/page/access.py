@@ -88,9 +88,9 @@ class PageAccess:
         if not fits:
             raise refusal(web.HTTPUnauthorized, "token: want the one that the dashboard printed, got another one")
         # The path alone: a redirect to what follows "//" would leave this host.
-        found = web.HTTPFound("/" + request.path.lstrip("/"))
-        found.set_cookie(self.cookie_name, self._cookies[fits[-1]], httponly=True, samesite="Strict", path="/")
-        raise found
+        redirect = web.HTTPFound("/" + request.path.lstrip("/"))
+        redirect.set_cookie(self.cookie_name, self._cookies[fits[-1]], httponly=True, samesite="Strict", path="/")
+        raise redirect
 
     def _check_site(self, request: web.Request) -> None:
         """Refuse a request that a page of another origin causes; a link to this page may be followed."""

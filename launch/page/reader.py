@@ -122,7 +122,7 @@ class RunReader:
         if not state.messages:
             self.loaded.set()
         async for seq, stored_s, record in self.bus.plans.stamped():
-            self._note_record(seq, stored_s, record)
+            self.note_record(seq, stored_s, record)
             if seq >= state.last_seq:
                 self.loaded.set()
 
@@ -134,7 +134,7 @@ class RunReader:
                     return record if isinstance(record, Plan) and record.step == step else None
         return None
 
-    def _note_record(self, seq: int, stored_s: float, record: PlanRecord) -> None:
+    def note_record(self, seq: int, stored_s: float, record: PlanRecord) -> None:
         self.ran.add(record.epoch, stored_s)
         self.ledger.add(record)
         if isinstance(record, Done):
@@ -182,7 +182,7 @@ class RunReader:
         self.headers_read.set()
 
     async def _follow_headers(self, first: int) -> None:
-        """Register new headers while the page is watched; after a time without viewers, those that came meanwhile."""
+        """Register new headers while the page is watched; after a time without viewers, the missed headers."""
         while True:
             await self.watched.wait()
             newest = (await self.bus.retry(self.history.state)).last_seq

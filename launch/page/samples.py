@@ -112,7 +112,7 @@ class SampleAnswers:
     """Lists of samples, and single ones. Payloads are read one by one, and the newest of them kept."""
 
     def __init__(self, reader: RunReader, model_dirs: tuple[Path, ...] = ()) -> None:
-        """``model_dirs``: places of the tokenizer, before the one that the run's settings name."""
+        """``model_dirs``: places of the tokenizer, before the place that the run's settings name."""
         self._reader, self._history, self._lags = reader, reader.history, Lags(reader.bus)
         self._search = SampleSearch(reader.bus, Filter())
         self._model_dirs, self._vocabulary = model_dirs, asyncio.Lock()
@@ -129,7 +129,7 @@ class SampleAnswers:
         candidates: list[Headline] = []  # Their headers fit; payloads are read several at once
         searched, deadline = 0, time.monotonic() + SEARCH_S
         first = max(1, state.first_seq)
-        async for line in self._newest_first(high, first):
+        async for line in self.newest_first(high, first):
             searched, high = searched + 1, line.seq
             if chosen.fits(line, self._reader.held.disposition(line.seq), with_lag=False) is not False:
                 candidates.append(line)
@@ -145,8 +145,8 @@ class SampleAnswers:
         span = {"first_seq": first, "last_seq": state.last_seq, "filter": chosen.words}
         return {"rows": rows, "next": high if high > first else None, "searched": searched, **span}
 
-    async def _newest_first(self, before: int, first: int) -> AsyncIterator[Headline]:
-        """Yield the held headers without a gap, then those of the stream."""
+    async def newest_first(self, before: int, first: int) -> AsyncIterator[Headline]:
+        """Yield the held headers without a gap, then the headers of the stream."""
         high, size = before, _CHUNK[0]
         async for line in _interruptible(self._reader.held.newest_first(before)):
             if high - line.seq > 1:
@@ -226,7 +226,7 @@ class SampleAnswers:
         return sorted(lines, key=lambda line: (line.index or 0, line.seq))
 
     async def prompts(self) -> JsonObject:
-        """Return the prompts whose held samples all have the highest reward, and those of which none has it.
+        """Return the prompts whose held samples all have the highest reward, and the prompts without such a sample.
 
         The latter begin with the lowest best reward: with rewards of 0 and 1 they are always wrong.
         """

@@ -1,6 +1,6 @@
 """The files of the page, read once, for the server and for exports.
 
-``app.js`` is all modules as one, each behind those that it imports: a browser that reads imports asks for them level by
+``app.js`` is all modules as one, each behind its imports: a browser that reads imports asks for them level by
 level, and each level is a round trip before the first chart.
 """
 
@@ -41,7 +41,7 @@ def read_files() -> dict[str, StaticFile]:
 
 
 def joined(folder: Path) -> str:
-    """Return all modules that ``app.js`` imports as one, each behind those that it imports.
+    """Return all modules that ``app.js`` imports as one, each behind its imports.
 
     Raises ValueError for an import in another form, a cycle, or a name that two modules declare.
     """

@@ -22,7 +22,7 @@ from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of
 from tidemill.learner.buffer.sample_index import index_of
-from tidemill.learner.feed.history import largest_lag, read_history
+from tidemill.learner.feed.history import behind_summary, largest_lag
 
 EVERYTHING = 1 << 62  # Number of newest samples to read; more than any stream has
 _MAX_PROBLEMS = 20  # Most descriptions of problems that are kept
@@ -110,10 +110,14 @@ async def audit(
     ``cursor`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared;
     ``after``: version -> position that its samples come after (0 if it is missing).
     """
-    history = await read_history(bus)
-    reading = _Audit(cursor, versions, after or {}, vocab_size, history)
-    async for _, record in bus.plans.scan(history.removed.seq + 1 if history.removed else 1):
-        reading.record(record)
+
+    async def read_records(history: HistoryRow) -> "_Audit":
+        reading = _Audit(cursor, versions, after or {}, vocab_size, history)
+        async for _, record in bus.plans.scan(history.removed.seq + 1 if history.removed else 1):
+            reading.record(record)
+        return reading
+
+    reading = await behind_summary(bus, read_records)
     async for task in bus.tasks.scan():
         if task.kind is Kind.TRAIN:
             reading.task(task)

@@ -63,7 +63,7 @@ class Source:
 
     @property
     def servers(self) -> list[Path]:
-        """Directories of the servers: one, or those of a cluster on this machine."""
+        """Directories of the servers: one, or all servers of a cluster on this machine."""
         bus = self.root / BUS_DIR
         return [bus] if (bus / "store").is_dir() else sorted(bus.glob("n[0-9]"))
 

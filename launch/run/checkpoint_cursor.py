@@ -34,7 +34,7 @@ def read_cursor(
     from tidemill.learner.buffer.ledger import cursor_of, read_state
     from tidemill.learner.checkpoints import disk
 
-    paths = [one.path for one in disk.listed(checkpoints) if newest is None or (one.step, one.epoch) <= newest]
+    paths = [kept.path for kept in disk.listed(checkpoints) if newest is None or (kept.step, kept.epoch) <= newest]
     path, _ = disk.latest_valid(paths, partly=True, stored=stored)
     if path is None:
         return None

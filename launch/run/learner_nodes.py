@@ -138,7 +138,7 @@ class NodeWork:
         on_sigterm: Callable[[], None],
         starts: RankStarts = HERE,
     ) -> None:
-        """``devices``: those that ranks may have. ``reach``: this node's addresses."""
+        """``devices``: devices that ranks may have. ``reach``: this node's addresses."""
         self._starts = starts
         self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
         self._interface = interface_of(_bound(reach))

@@ -56,7 +56,7 @@ class RankStarts:
     start: "StartRank | None" = None
     """None = they are children of this process."""
     node: Node | None = None
-    """This node with the accelerators of all its processes; None = with those that this process sees."""
+    """This node with the accelerators of all its processes; None = with the accelerators that this process sees."""
     own: tuple[str, ...] = ()
     """Accelerator of each rank, where its process sees no other; empty = all see all."""
 

@@ -77,8 +77,8 @@ async def learners(bus: Bus) -> list[LiveRow]:
     Not of feeders that a later start has replaced, nor of nodes that wait for the leader of their learner.
     """
     for _ in range(LOOKS):
-        if found := await _learners(bus):
-            return found
+        if rows := await _learners(bus):
+            return rows
     return []
 
 
@@ -142,7 +142,7 @@ def until_end(
 ) -> AbstractAsyncContextManager[None]:
     """While entered, set ``draining``, and ``ended`` before it, when the run has ended, if ``on``.
 
-    ``run``: empty = the one of the bus. ``resume_s``: as for ``new_end``.
+    ``run``: empty = the run of the bus. ``resume_s``: as for ``new_end``.
     """
     return beside(*([_drain_at_end(bus_url, run, draining, ended, name=name, resume_s=resume_s)] if on else []))
 

@@ -120,7 +120,7 @@ class Up:
         self._ports = contextlib.ExitStack()  # Ports of the teachers that it starts
         self._config, self._console, self._resume = servers.placed(config, self._ports), console, resume
         self._root = config.root
-        self._supervisor = Supervisor(
+        self.supervisor = Supervisor(
             self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self.event
         )
         self._watch: RunWatch | None = None
@@ -164,7 +164,7 @@ class Up:
                 await self._train(bus, url, draining)
         except asyncio.CancelledError:
             self._drain_s = min(self._drain_s, CANCELLED_S)
-            self.failure = f"not drained in time; still running: {', '.join(self._supervisor.running) or 'no process'}"
+            self.failure = f"not drained in time; still running: {', '.join(self.supervisor.running) or 'no process'}"
             raise
         except (CannotBegin, CheckFailed) as error:
             self.code, self.failure = getattr(error, "exit_code", WRONG_USE), str(error)
@@ -178,7 +178,7 @@ class Up:
             self.failure = f"{error.filename or self._root}: {error.strerror or error}; {self._cure}"
         finally:
             await self._drain()
-            await self._supervisor.end(self._supervisor.names("bus"), within_s=self._drain_s)
+            await self.supervisor.end(self.supervisor.names("bus"), within_s=self._drain_s)
             self._ports.close()
 
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
@@ -219,7 +219,7 @@ class Up:
             return self._config.bus.url
         if lack := self._room():
             raise CheckFailed([f"the bus is not started: {lack}"])
-        return await start_bus(self._config, self._supervisor)
+        return await start_bus(self._config, self.supervisor)
 
     def _room(self) -> str:
         return "" if self._config.bus.url else lacking(self._root / "bus", needed_bytes(self._config.bus))
@@ -241,13 +241,13 @@ class Up:
         async with self._shown(), beside(*page):
             if not self._config.debug.trains_only:
                 for name, arguments in servers.commands(self._config).items():
-                    self._supervisor.keep(name, arguments)
+                    self.supervisor.keep(name, arguments)
             # Node 0 whatever a launcher's variables say: this learner is no process of a launcher.
             words = [*self._arguments("learner"), "--bus", url, "--checked", "--node-rank", "0"]
-            learner = self._supervisor.keep("learner", words, finishes=True)
+            learner = self.supervisor.keep("learner", words, finishes=True)
             self._host = Host(
                 bus,
-                self._supervisor,
+                self.supervisor,
                 desired.LiveHost(HOST),
                 arguments=lambda role, process_id: [*self._arguments(role), "--bus", url, "--id", process_id],
                 drain_s=self._config.up.drain_s,
@@ -266,7 +266,7 @@ class Up:
             await self._drain()
         self._finished = finished = not self.code and await self._trained_to_the_end(bus)
         if finished or (self._watch.step and not self.code):
-            await with_bus(self._audit(bus, self._watch.elapsed_s, finished=finished), bus, self._supervisor)
+            await with_bus(self._audit(bus, self._watch.elapsed_s, finished=finished), bus, self.supervisor)
         if not finished:
             who = "the learner" if is_over else "all"
             self._print(f"{who} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
@@ -315,7 +315,7 @@ class Up:
 
     async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
         """Return True when one of ``works`` has ended well, False on ``draining``. Raises their errors, GaveUp."""
-        await first_of(*map(asyncio.shield, works), self._supervisor.failed(), draining.wait())
+        await first_of(*map(asyncio.shield, works), self.supervisor.failed(), draining.wait())
         return any(work.done() for work in works)
 
     async def _drain(self) -> None:
@@ -324,16 +324,16 @@ class Up:
             self._watch.ending = True
         if self._host is not None:
             await self._host.settled()
-        learner = self._supervisor.names("learner")
-        codes = await self._supervisor.end(self._supervisor.names("actor") + learner, within_s=within_s + 10)
+        learner = self.supervisor.names("learner")
+        codes = await self.supervisor.end(self.supervisor.names("actor") + learner, within_s=within_s + 10)
         for code in (codes[name] for name in learner):
             if not self.code and code not in (0, None, -signal.SIGTERM):  # the latter: it had not begun
                 in_time = code not in (exit_codes.NOT_IN_TIME, -signal.SIGKILL)
                 self.code = exit_codes.CRASHED if in_time else exit_codes.NOT_IN_TIME
                 how = exit_codes.how(code) if in_time else f"was not drained within {within_s:.0f} s (up.drain_s)"
                 self.failure = f"the learner {how}; log: {self._root}/logs/learner.log"
-        names = [name for role in ("engine", "scorer", "teacher") for name in self._supervisor.names(role)]
-        await self._supervisor.end(names, within_s=within_s)
+        names = [name for role in ("engine", "scorer", "teacher") for name in self.supervisor.names(role)]
+        await self.supervisor.end(names, within_s=within_s)
 
     async def _audit(self, bus: Bus, seconds: float, *, finished: bool) -> None:
         assert self._watch is not None
@@ -376,7 +376,7 @@ class Up:
             loads=self._watch.loads,
             troubles=self._watch.troubles,
             aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
-            restarts=self._supervisor.restarted,
+            restarts=self.supervisor.restarted,
         )
 
     def _report(self, result: JsonObject, picture: str, *, finished: bool) -> None:

@@ -126,7 +126,7 @@ class RunWatch:
         self._restarts: dict[str, float] = {}
         """Restarts of its nats-server that a process last reported, by id."""
         self._beating: dict[str, bool] = {}
-        """Whether a row has changed while it was watched: that of a process killed earlier does not."""
+        """Whether a row has changed while it was watched: the row of a process killed earlier does not."""
         self._named: dict[str, str] = {}
         """State of a process that was an event last: silent or draining."""
         self._generated: deque[tuple[float, float]] = deque(maxlen=10)

@@ -66,9 +66,10 @@ class WebHook:
     ) -> None:
         """``form``: slack | json | auto (slack for a hook of Slack's). Raises as ``checked_url``."""
         self._url, self._run, self._alarms, self._context = checked_url(url), run, alarms, context
-        self._slack = form == "slack" or (form == "auto" and urlsplit(url).hostname == _SLACK_HOST)
+        self.is_slack = form == "slack" or (form == "auto" and urlsplit(url).hostname == _SLACK_HOST)
         self._first_pause_s = first_pause_s
-        self._waiting: deque[JsonObject] = deque()
+        self.waiting: deque[JsonObject] = deque()
+        """Notices to be sent, oldest first."""
         self._waiter, self._emptied = Waiter(), asyncio.Event()
         self._emptied.set()
         self._raised: dict[str, float] = {}
@@ -111,18 +112,18 @@ class WebHook:
     def _note(self, kind: str, text: str, **fields: object) -> None:
         if not self._url:
             return
-        self._waiting.append(
+        self.waiting.append(
             {"run": self._run, "kind": kind, "text": text[:_MOST_TEXT], "time_s": time.time(), **fields}
         )
-        if len(self._waiting) > MOST_WAITING:
-            self._waiting.popleft()
+        if len(self.waiting) > MOST_WAITING:
+            self.waiting.popleft()
             self._drop(f"{MOST_WAITING} notices wait")
         self._emptied.clear()
         self._waiter.wake()
 
     @asynccontextmanager
     async def sending(self) -> AsyncIterator[None]:
-        """Send notices while entered, and for ``FLUSH_S`` afterwards those that wait."""
+        """Send notices while entered, and for ``FLUSH_S`` afterwards the notices that wait."""
         if not self._url:
             yield
             return
@@ -137,14 +138,14 @@ class WebHook:
                 await ended(emptied, sending)
             if not sending.cancelled() and (error := sending.exception()):
                 log.warning("web hook: sending failed error=%s", type(error).__name__)
-            if self._waiting:
-                log.warning("web hook: notices unsent count=%d", len(self._waiting))
+            if self.waiting:
+                log.warning("web hook: notices unsent count=%d", len(self.waiting))
 
     async def _send_all(self) -> None:
         async with open_session(total_s=TIMEOUT_S, proxied=True) as session:
             while True:
-                while self._waiting:
-                    await self._send(session, self._waiting.popleft())
+                while self.waiting:
+                    await self._send(session, self.waiting.popleft())
                 self._emptied.set()
                 await self._waiter.wait()
 
@@ -167,7 +168,7 @@ class WebHook:
         self._drop(reason)
 
     def _body(self, notice: JsonObject) -> JsonObject:
-        if not self._slack:
+        if not self.is_slack:
             return notice
         text = f"{notice['run']}: {notice['kind']}: {notice['text']}"
         return {"text": "".join(_ESCAPES.get(letter, letter) for letter in text)}

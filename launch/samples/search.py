@@ -1,7 +1,7 @@
 """Search for samples in the stream: first sequence and filter. Headers are read first if they can exclude a sample.
 
 A sample's lag here is its lag when it was stored: the steps between its oldest version and the head. The lag that
-counts is that of the step that trains it (``sample_history``); this one is known as soon as a sample is stored.
+counts is the lag at the step that trains it (``sample_history``); this one is known as soon as a sample is stored.
 """
 
 import asyncio

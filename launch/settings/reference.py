@@ -146,7 +146,9 @@ def page() -> str:
 
 def _chapter(title: str, text: str, settings: Sequence[Entry]) -> str:
     rows = [("key", "value", "default", "meaning")]
-    rows += [(f"`{one.path}`", _allowed(one.schema), _default(one), one.sentence) for one in settings]
+    rows += [
+        (f"`{setting.path}`", _allowed(setting.schema), _default(setting), setting.sentence) for setting in settings
+    ]
     lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
     table = [lines[0], "|---|---|---|---|", *lines[1:], ""] if settings else []
     return "\n".join([f"## {title}", "", text, "", *table])

@@ -326,7 +326,7 @@ class AlarmWatch:
     def step(self, metrics: Mapping[str, float], *, recorded: bool = False) -> tuple[Alarm, ...]:
         """Return the alarms of this step; none when the action is ``off``.
 
-        ``recorded``: an earlier start took this step. It is not counted among those that trained nothing, so that a run
+        ``recorded``: an earlier start took this step. It is not counted as a step that trained nothing, so that a run
         which ended for them gets past them once the reason is mended.
         """
         if self._config.action == "off":

@@ -102,8 +102,8 @@ def bounded(raw_T: Tensor, mask_T: Tensor, *, low: float = 0.0, high: float, act
 def geometric_means(
     weights: ImportanceWeights, mask_T: Tensor, sample_T: Tensor, num_samples: int
 ) -> ImportanceWeights:
-    """Return the weights with the geometric mean of each sample's bounded weights, the same at every token but those of
-    weight 0.
+    """Return the weights with the geometric mean of each sample's bounded weights, the same at every token but
+    tokens of weight 0.
 
     Weights of 0, which ``mask`` gives, take their token out and leave the mean of the others.
     Source: verl's ``geo_mean``, for the loss whose ratio is a geometric mean itself.

@@ -142,7 +142,7 @@ def token_sums(
     # Samples that are not in this row keep the two initial values; ``_sample_sums`` leaves them out.
     newest_N = row.lag_M.new_full((num_sequences,), torch.iinfo(row.lag_M.dtype).max)
     newest_N = newest_N.scatter_reduce(0, row.sequence_M, row.lag_M, "amin")
-    # Of the trained policy: in later minibatches it is no longer the one that the update starts from.
+    # Of the trained policy: in later minibatches it is no longer the policy that the update starts from.
     now_M = log_ratio(log_probs_T, tokens.rollout_T, tokens.mask_T)[row.at_M].double().exp()
     columns = {
         **_mismatch(row),
@@ -208,7 +208,7 @@ def _surprise(row: _Trainable, now_M: Tensor) -> dict[str, Tensor]:
 
 
 def _fresh(row: _Trainable, fresh_M: Tensor) -> dict[str, Tensor]:
-    """Mismatch of samples of which no token is older than the policy: only the engines' numerics are in it."""
+    """Mismatch of samples without a token older than the policy: only the engines' numerics are in it."""
     abs_M = row.delta_M.abs()
     return {
         "fresh": fresh_M,

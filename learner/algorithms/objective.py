@@ -276,7 +276,7 @@ class Objective:
         weights = correction.bounded(raw_T, tokens.mask_T, low=low, high=high, action=weight.action)
         return correction.geometric_means(weights, *place) if self.config.loss == "gmpo" else weights
 
-    def _rejected(self, tokens: Tokens, theta_T: Tensor, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
+    def rejected(self, tokens: Tokens, theta_T: Tensor, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
         """Return the tokens that each rule rejects, by its name. ``theta_T``: log-probs of the policy, detached."""
         config, mask_T = self.config, tokens.mask_T
         place = (mask_T, *tokens.by_sequence)
@@ -330,7 +330,7 @@ class Objective:
             if coupled.weight_sums is not None:
                 weights = correction.self_normalised(weights, tokens.mask_T, coupled.weight_sums)
             loss_T = weights.weight_T * loss_T
-        rejected = self._rejected(tokens, log_probs_T.detach(), compared_T, coupled)
+        rejected = self.rejected(tokens, log_probs_T.detach(), compared_T, coupled)
         left_out_T: Tensor | None = None
         if self.config.top_entropy < 1:
             left_out_T = policy_losses.low_entropy(given(tokens.old_entropy_T), tokens.mask_T, coupled.entropy_floor)

@@ -117,8 +117,8 @@ def gspo(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algorith
     """GSPO: PPO on the sequence ratio ``s = exp(mean_t log r_t)``, the same at every token of a sample.
 
     With ``seq_mean_token_mean`` the gradient is ``-A s / T`` at each token. The usual clip range of 3e-4 / 4e-4 is of
-    the size of bfloat16
-    noise: against mu it clips nearly every sample, so anchor it at the proximal policy. Source: GSPO 2507.18071.
+    the size of bfloat16 noise: against mu it clips nearly every sample, so anchor it at the proximal policy.
+    Source: GSPO 2507.18071.
     """
     delta_T = log_ratio(log_probs_T, anchor_T.detach(), tokens.mask_T)
     means_T = spread(sequence_means(delta_T, tokens.mask_T, *tokens.by_sequence), tokens.by_sequence[0])

@@ -55,7 +55,7 @@ class PassAtKConfig:
     """Setting of ``advantage: pass_at_k``."""
 
     k: Positive = 2
-    """Number of samples of which one must pass; at most the samples of a group."""
+    """Number of samples, at least one of which must pass; at most the samples of a group."""
 
 
 @section

@@ -38,8 +38,12 @@ def choose_backend(
     needs += ["model.megatron_checkpoint"] if megatron_checkpoint else []
     if needs:
         return BackendChoice(kind=MEGATRON, reason=f"{needs[0]} needs it")
-    if learner.mtp_loss_scaling_factor or learner.family:
-        setting = "family" if learner.family else "mtp_loss_scaling_factor"
+    of_fsdp = {
+        "family": learner.family,
+        "mtp_loss_scaling_factor": learner.mtp_loss_scaling_factor,
+        "lora.targets": learner.lora.rank and learner.lora.of_experts,
+    }
+    if setting := next((name for name, value in of_fsdp.items() if value), ""):
         return BackendChoice(kind=FSDP, reason=f"learner.{setting} needs it")
     family = values.get("model_type")
     if family in FAMILIES:

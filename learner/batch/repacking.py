@@ -4,9 +4,9 @@ row as a tree, in which the tokens that several sequences begin with are compute
     row:   prompt response-1 | prompt response-2 | prompt response-3
     tree:  prompt response-1, response-2 behind the prompt, response-3 behind the prompt
 
-A hidden state depends on the tokens before it alone, so that of a common beginning serves every sequence. Tokens behind
-the last one that predicts a trainable token are not computed. Only rows change: the columns of the step keep every
-sample, so denominators, baselines and counts are as before. Knows numpy, no torch, no bus.
+A hidden state depends on the tokens before it alone, so the states of a common beginning serve every sequence. Tokens
+behind the last one that predicts a trainable token are not computed. Only rows change: the columns of the step keep
+every sample, so denominators, baselines and counts are as before. Knows numpy, no torch, no bus.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Tree:
     source_T: NDArray[np.int64]
     """Computed token of each token of the row; -1 = it is not needed."""
     lengths: tuple[int, ...]
-    """Tokens of each segment: those of a sequence behind its prefix. Segments lie one behind the other."""
+    """Tokens of each segment: the tokens of a sequence behind its prefix. Segments lie one behind the other."""
     prefixes: tuple[Runs, ...]
     """Computed tokens before each segment, which its tokens attend to; empty = it begins a sequence."""
 

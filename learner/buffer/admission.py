@@ -63,7 +63,7 @@ class Admission:
         ``drawn``: pass and offset of prompts whose tasks come before it, and are not issued yet. A reissue comes alone.
         """
         num_open += len(drawn)
-        # Open tasks count as if all of them were trained; the ones that are dropped make room again.
+        # Open tasks count as if all of them were trained; a task that is dropped makes room again.
         needed = (self._rules.steps - step) * self._rules.groups_per_step - num_open
         if self.head is None or needed <= 0 or num_open + sum(self._unpublished.values()) >= self._rules.admitted:
             return None

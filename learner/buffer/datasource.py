@@ -50,7 +50,8 @@ class DataSource:
         self._created = created
         self._admission, self._requeues = Admission(rules), Requeues()
         self._arrivals = Arrivals(rules, floors=floors)
-        self._groups = self._arrivals.groups
+        self.groups = self._arrivals.groups
+        """The open groups by task."""
         self._steps = self._arrivals.versions.steps
         self._waiting_since: float | None = None
         self._delayed_since: float | None = None
@@ -62,7 +63,7 @@ class DataSource:
 
         ``drawn`` as for ``Admission.wanted``.
         """
-        return self._admission.wanted(num_open=len(self._groups), step=self.step, drawn=drawn)
+        return self._admission.wanted(num_open=len(self.groups), step=self.step, drawn=drawn)
 
     def passed(self, epoch: int) -> None:
         """Register that passes before ``epoch`` have no further prompt."""
@@ -71,7 +72,7 @@ class DataSource:
     @property
     def exhausted(self) -> bool:
         """True once all passes of ``rules.num_epochs`` are issued and settled, and no dead prompt is to be requeued."""
-        return self._admission.exhausted and not self._groups and self.settlement() is None
+        return self._admission.exhausted and not self.groups and self.settlement() is None
 
     def issued(self, task: Task, now: float) -> None:
         """Register a task of the stream TASKS (just issued, or read at a restart). Call it in the order of ids.
@@ -122,7 +123,7 @@ class DataSource:
         """Return the complete groups that wait for ``judged``, each with the sequences of its samples, by index."""
         return [
             (group.task, group.seqs)
-            for group in self._groups.values()
+            for group in self.groups.values()
             if group.is_complete(self.rules) and not group.is_judged(self.rules)
         ]
 
@@ -131,7 +132,7 @@ class DataSource:
 
         Without effect for a group that is settled or has another sample meanwhile.
         """
-        group = self._groups.get(task_id)
+        group = self.groups.get(task_id)
         if group is not None and group.is_complete(self.rules) and (seqs is None or group.seqs == list(seqs)):
             group.judge(verdict)
 
@@ -143,9 +144,7 @@ class DataSource:
         """
         if not self.rules.buffer_filters:
             return []
-        kept = [
-            group for group in self._groups.values() if group.is_judged(self.rules) and not self._drop_reason(group)
-        ]
+        kept = [group for group in self.groups.values() if group.is_judged(self.rules) and not self._drop_reason(group)]
         num_ready, num_wanted = sum(group.is_ready(self.rules) for group in kept), self._wanted_groups()
         if len(kept) < num_wanted or num_ready == len(kept):
             return []
@@ -159,7 +158,7 @@ class DataSource:
         Without effect for another step than the next, and for groups that are settled or have another sample meanwhile.
         """
         for task_id, seqs, choice in choices if step == self.step + 1 else ():
-            group = self._groups.get(task_id)
+            group = self.groups.get(task_id)
             if group is not None and group.is_judged(self.rules) and group.seqs == list(seqs):
                 group.choice = choice
 
@@ -193,7 +192,7 @@ class DataSource:
     def settlement(self) -> Settle | Requeue | None:
         """Return the record to write before any plan: tasks given up, one reason at a time, then requeued prompts."""
         by_reason: dict[str, list[SampleGroup]] = {}
-        for group in self._groups.values():
+        for group in self.groups.values():
             reason = "" if group.is_complete(self.rules) else group.abandoned
             if group.is_judged(self.rules):
                 reason = self._drop_reason(group)
@@ -212,7 +211,7 @@ class DataSource:
         # Groups that are dropped give their places back before a step is chosen among the others.
         if settle := self.settlement():
             return settle
-        step, groups = self.step + 1, self._groups.values()
+        step, groups = self.step + 1, self.groups.values()
         ready = [group for group in groups if group.is_ready(self.rules)]
         if len(ready) < (num_wanted := self._wanted_groups()):
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -239,7 +238,7 @@ class DataSource:
             return 1
         # Of the last prompts there may be fewer than a step has: no others come, so the step takes them once all are
         # complete.
-        open_groups = max(1, len(self._groups)) if self._admission.exhausted else self.rules.groups_per_step
+        open_groups = max(1, len(self.groups)) if self._admission.exhausted else self.rules.groups_per_step
         return min(open_groups, self.rules.groups_per_step)
 
     def _drop_reason(self, group: SampleGroup) -> str:
@@ -251,7 +250,7 @@ class DataSource:
         """Return the sequences of a record that are not read yet. Raises ReplayMismatch for one that is not usable."""
         if not isinstance(record, Plan | Settle):
             return []
-        groups = [self._groups[int(task)] for task in record.tasks if int(task) in self._groups]
+        groups = [self.groups[int(task)] for task in record.tasks if int(task) in self.groups]
         buffered = {sample.seq for group in groups for sample in group.samples.values()}
         missing = [int(seq) for seq in record.seqs if int(seq) not in buffered]
         if unusable := [seq for seq in missing if self._arrivals.samples.knows(seq)]:
@@ -285,7 +284,7 @@ class DataSource:
             self._arrivals.counts.count_tokens(plan, group, max_lag=self.rules.staleness.max_lag)
         self._arrivals.close(groups, named, "trained")
         self._admission.planned(plan.step, len(plan.tasks))
-        for group in self._groups.values():  # it was for this step
+        for group in self.groups.values():  # it was for this step
             group.choice = None
         self.step, self.chain, self.filtered = plan.step, plan.chain, 0
         self._waiting_since = self._delayed_since = None
@@ -302,12 +301,12 @@ class DataSource:
                 self._arrivals.counts.given_up += not self._admission.schedule_reissue(group.task, open_tasks)
 
     def _open_groups(self, record: Plan | Settle) -> list[SampleGroup]:
-        if closed := [int(task) for task in record.tasks if int(task) not in self._groups]:
+        if closed := [int(task) for task in record.tasks if int(task) not in self.groups]:
             raise ReplayMismatch(_label(record), "its tasks open", f"tasks {closed[:5]} settled or unknown")
-        return [self._groups[int(task)] for task in record.tasks]
+        return [self.groups[int(task)] for task in record.tasks]
 
     def _open_tasks(self) -> list[Task]:
-        return [group.task for group in self._groups.values()]
+        return [group.task for group in self.groups.values()]
 
     # ---- inspect: the first three before ``apply``, which removes the groups of the record
 
@@ -328,21 +327,21 @@ class DataSource:
 
     def token_limits(self, plan: Plan) -> dict[int, int]:
         """Return the bound of sampled tokens of every open task of a plan that has a budget of them."""
-        tasks = [group.task for task_id in plan.tasks if (group := self._groups.get(int(task_id))) is not None]
+        tasks = [group.task for task_id in plan.tasks if (group := self.groups.get(int(task_id))) is not None]
         return {task.id: task.budget.tokens for task in tasks if task.budget is not None and task.budget.tokens}
 
     def incomplete(self) -> list[int]:
         """Return the open training tasks that lack samples."""
-        return [task_id for task_id in self._groups if self.lacks_samples(task_id)]
+        return [task_id for task_id in self.groups if self.lacks_samples(task_id)]
 
     def lacks_samples(self, task_id: int) -> bool:
         """Return whether a task is open and lacks samples."""
-        group = self._groups.get(task_id)
+        group = self.groups.get(task_id)
         return group is not None and not group.full and not group.abandoned
 
     def group(self, task_id: int) -> SampleGroup:
         """Return the group of an open task. Raises KeyError for another task."""
-        return self._groups[task_id]
+        return self.groups[task_id]
 
     def cursor(self) -> Cursor:
         """Return the position in SAMPLES at which a restart from this state continues reading."""
@@ -355,7 +354,7 @@ class DataSource:
 
     def accounting(self) -> SampleAccounting:
         """Return the counts as of now: since the start of the run, with open tasks and buffered samples."""
-        return self._arrivals.counts.completed(buffered=self._arrivals.num_buffered, open_tasks=len(self._groups))
+        return self._arrivals.counts.completed(buffered=self._arrivals.num_buffered, open_tasks=len(self.groups))
 
     # ---- persist
 
@@ -378,7 +377,7 @@ class DataSource:
                 # "buried" and "tally" are the names of schema 1 for attributes that have been renamed since.
                 "buried": self._requeues.dump(),
                 "evals": arrivals.evals.dump(),
-                "tally": arrivals.counts.dump(buffered=arrivals.num_buffered, open_tasks=len(self._groups)),
+                "tally": arrivals.counts.dump(buffered=arrivals.num_buffered, open_tasks=len(self.groups)),
                 "evaluation": evaluation,
                 **states,
             }

@@ -359,7 +359,7 @@ def choose(
     *,
     places: str = "no living node",
 ) -> CheckpointChoice:
-    """Return the first checkpoint of ``order`` of which every file is in a place of ``held`` (a node, the store).
+    """Return the first checkpoint of ``order`` with every file in a place of ``held`` (a node, the store).
 
     ``files``: the manifest's files by checkpoint; one without a manifest is passed over. ``seen``: files of all nodes
     when they were last seen, for the message; its writers are named for a file that was never seen.

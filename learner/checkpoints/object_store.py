@@ -66,7 +66,7 @@ class ObjectStore:
 
     def complete(self, name: str, manifest: bytes) -> None:
         """Store the manifest of a checkpoint whose files are there: it counts from now on."""
-        self._write(f"{name}/{MANIFEST}", manifest)
+        self.write(f"{name}/{MANIFEST}", manifest)
 
     def retract(self, name: str) -> None:
         """Remove the manifest of a checkpoint: it does not count from now on."""
@@ -102,13 +102,13 @@ class ObjectStore:
             return owner
         if self.listing():
             return "?"
-        self._write(OWNER, json.dumps({"run": identity}).encode())
+        self.write(OWNER, json.dumps({"run": identity}).encode())
         return self.owner()
 
     def probe(self) -> None:
         """Write, read and remove a small object."""
         name, content = f"{PROBE}-{nonce()}", nonce().encode()
-        self._write(name, content)
+        self.write(name, content)
         with self._edge():
             files, base = self._files()
             try:
@@ -125,7 +125,7 @@ class ObjectStore:
             files, base = self._files()
             return bytes(files.cat_file(f"{base}/{path}", start=start, end=end))
 
-    def _write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, content: bytes) -> None:
         with self._edge():
             files, target = self._place(path)
             files.pipe_file(target, content)

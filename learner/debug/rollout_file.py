@@ -1,4 +1,4 @@
-"""The samples of one step in a file, as they were planned, and their distribution over the ranks of another layout.
+"""A file with the plan and the samples of one step, and a plan of the same groups for another layout of ranks.
 
     file = msgpack objects: a header | the plan | each sample   (plan and samples in the encoding of the bus)
 
@@ -38,12 +38,12 @@ class DumpedRollout:
     samples: Sequence[Sample]
     """In the order of ``plan.seqs``."""
     token_limits: Mapping[int, int]
-    """Sampled tokens that an episode of a task may have, by task; as for ``build_batches``."""
+    """Maximum number of sampled tokens of an episode, by task (``build_batches`` takes it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Layout of a learner."""
+    """How a learner packs a step."""
 
     data_parallel: int
     max_tokens: int
@@ -70,12 +70,11 @@ def save_rollout(path: Path, rollout: DumpedRollout) -> None:
         "token_limits": {str(task): limit for task, limit in rollout.token_limits.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as file:
+    unfinished = path.with_name(f".{path.name}.new")
+    with unfinished.open("wb") as file:
         for part in (header, encode_record(rollout.plan), *map(encode_sample, rollout.samples)):
             file.write(msgpack.packb(part))
-    # At once, so that a reader sees no part of a file.
-    os.replace(aside, path)
+    os.replace(unfinished, path)  # atomic: a reader sees no part of a file
 
 
 def read_header(path: Path) -> JsonObject:
@@ -116,36 +115,40 @@ def _decoded(path: Path, parts: Iterator[Any], num_samples: int) -> list[Any]:
         record, samples = decode_record(messages[0]), [decode_sample(part) for part in messages[1:]]
     except (WireError, IndexError, TypeError, ValueError, msgpack.exceptions.UnpackException) as error:
         raise DebugFileRefused(str(path), "a plan and its samples", f"{type(error).__name__}: {error}") from None
-    if not isinstance(record, Plan) or len(samples) != num_samples or len(record.seqs) != num_samples:
-        raise DebugFileRefused(
-            str(path), f"a plan and its {num_samples} samples", f"{len(samples)} samples: the file was cut off"
-        )
+    if not isinstance(record, Plan):
+        raise DebugFileRefused(str(path), "a plan before the samples", type(record).__name__)
+    if len(samples) != num_samples or len(record.seqs) != num_samples:
+        got = f"{len(samples)} samples, and a plan of {len(record.seqs)}: the file is cut off or damaged"
+        raise DebugFileRefused(str(path), f"a plan and its {num_samples} samples", got)
     return [record, *samples]
 
 
 def planned_again(rollout: DumpedRollout, step: int, packing: Packing, *, chain: str) -> Plan:
-    """Return the plan of the same groups as step ``step``, packed for another layout, with recorded lags and gate."""
+    """Return a plan of the same groups for step ``step``, packed for another layout.
+
+    The steps of all versions move with it, so the lags and what is too old stay as recorded.
+    """
     plan, samples = rollout.plan, rollout.samples
-    later = step - plan.step
-    rows = [len(sample.sizes) for sample in samples]
-    firsts = np.cumsum(plan.group_sizes) - plan.group_sizes
+    shift = step - plan.step
+    num_sequences = [len(sample.sizes) for sample in samples]
+    first_samples = np.cumsum(plan.group_sizes) - plan.group_sizes
     packed = assign(
         [size.num_tokens for sample in samples for size in sample.sizes],
         data_parallel=packing.data_parallel,
         max_tokens=packing.max_tokens,
         minibatches=packing.minibatches,
-        group_sizes=np.add.reduceat(rows, firsts).tolist(),
+        group_sizes=np.add.reduceat(num_sequences, first_samples).tolist(),
     )
-    again = replace(
+    moved = replace(
         plan,
         step=step,
         ranks=packed.ranks,
         micro_batches=packed.micro_batches,
-        version_steps={version: version_step + later for version, version_step in plan.version_steps.items()},
-        oldest_step=None if plan.oldest_step is None else plan.oldest_step + later,
+        version_steps={version: version_step + shift for version, version_step in plan.version_steps.items()},
+        oldest_step=None if plan.oldest_step is None else plan.oldest_step + shift,
         data_parallel=packing.data_parallel,
         num_micro_batches=packed.num_micro_batches,
         num_minibatches=packed.num_minibatches,
         chain="",
     )
-    return replace(again, chain=chain_of(chain, again))
+    return replace(moved, chain=chain_of(chain, moved))

@@ -126,7 +126,7 @@ class Rounds:
 
     @property
     def pending_steps(self) -> set[int]:
-        """Steps of the versions of the open round and of the one that waits."""
+        """Steps of the versions of the open round and of the round that waits."""
         steps = set() if self._open is None else {self._open.step}
         return steps if self._next is None else steps | {self._next[1]}
 

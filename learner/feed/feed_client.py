@@ -289,13 +289,13 @@ class Heartbeats:
         on_silence: Callable[[str], None] = end_this_process,
     ) -> None:
         self._url, self._keys, self._rank, self._silence_s, self._on_silence = url, keys, rank, silence_s, on_silence
-        self._answered_s = time.monotonic()
+        self.answered_s = time.monotonic()
         """Time of the last answer, or of the start."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeats to the feeder", daemon=True)
 
     def __enter__(self) -> Self:
-        self._answered_s = time.monotonic()
+        self.answered_s = time.monotonic()
         self._thread.start()
         return self
 
@@ -319,7 +319,7 @@ class Heartbeats:
                     log.debug("heartbeat unsent rank=%d", self._rank)
                 while socket.poll(0):
                     socket.recv_multipart()
-                    self._answered_s = time.monotonic()
-                if time.monotonic() - self._answered_s > self._silence_s:
+                    self.answered_s = time.monotonic()
+                if time.monotonic() - self.answered_s > self._silence_s:
                     self._on_silence(f"feeder at {self._url}: no heartbeat for {self._silence_s:.0f} s")
                     return

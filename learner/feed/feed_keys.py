@@ -1,7 +1,8 @@
 """Keys of one start of the learner, with which its feeder and its ranks authenticate each other (CURVE of ZMQ).
 
 They are new at every start. A process gets them through an inherited file descriptor, because other users can read its
-arguments and environment. The feeder's ``Gate`` refuses connections without one of these keys before any message.
+arguments and environment. A ``Gate`` at the socket of the feeder, or of a process that sends samples, refuses
+connections without one of these keys before any message.
 """
 
 import asyncio
@@ -20,14 +21,16 @@ from zmq.utils.monitor import recv_monitor_message
 _ZAP = "inproc://zeromq.zap.01"
 """Endpoint of libzmq's authentication requests: ZeroMQ RFC 27."""
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-"""Events of peers that were refused, or that use no CURVE."""
+"""Events of a connection whose peer has another key, or does not use CURVE."""
 _MAX_MESSAGE_BYTES = 1 << 24
-"""Largest message to the feeder; a peer that announces a larger one is disconnected. Ranks send headers only."""
+"""Largest message to a gated socket; a peer that announces a larger one is disconnected. Ranks send headers only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedKeys:
-    """Key pairs (Z85) of the feeder and of a node's ranks; a secret is empty in processes that must not have it."""
+    """Key pairs (Z85) of the feeder and of a node's ranks. A process has the secret of its own side; the other one is
+    empty.
+    """
 
     feeder_public: str
     ranks_public: str
@@ -81,7 +84,9 @@ class FeedKeys:
 
 
 class Gate:
-    """Authenticates the peers of one socket. Create it before the socket is bound, on a context of its own.
+    """Authenticates the peers of one socket. Create it before the socket is bound.
+
+    The socket needs a context of its own, because the endpoint of authentication requests is one for each context.
 
     Consumes authentication requests of libzmq (ZAP) and its events of failed handshakes; produces refusals.
     """

@@ -130,7 +130,7 @@ _SHARE: msgspec.msgpack.Decoder[Share] = msgspec.msgpack.Decoder(Share)
 
 
 def encode_batch(batch: StepBatch) -> list[Frame]:
-    """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then those of each micro-batch."""
+    """Return the ZMQ frames: a msgpack header, the state, then arrays: of the step, and of each micro-batch."""
     return [*_header(batch), batch.state, *_arrays(batch)]
 
 

@@ -11,7 +11,9 @@ import dataclasses
 import json
 import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from typing import TypeVar
 
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import UnreadableRow
@@ -25,6 +27,7 @@ from tidemill.learner.buffer.ledger import cursor_of
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LEAST_VERSIONS = 100
 """Steps before the removed records whose versions stay: open tasks and buffered samples may be as old."""
@@ -40,6 +43,23 @@ async def shown_history(bus: Bus) -> HistoryRow:
     """Return the summary for a viewer: one that cannot be read is empty, and counted as refused."""
     row, _ = await bus.rows("run").read(HISTORY_KEY)
     return HistoryRow() if row is None else row_of(HistoryRow, row)
+
+
+async def behind_summary(
+    bus: Bus,
+    read: Callable[[HistoryRow], Awaitable[T]],
+    summary: Callable[[Bus], Awaitable[HistoryRow]] = read_history,
+) -> T:
+    """Return what ``read`` makes of the summary and the records behind it. It is called again while a learner removes
+    records meanwhile: these may be in neither.
+    """
+    history = await summary(bus)
+    while True:
+        value = await read(history)
+        # The row is written before PLAN is trimmed: while it is the same, all records behind it are there.
+        before, history = history, await summary(bus)
+        if history.removed == before.removed:
+            return value
 
 
 async def removed_steps(bus: Bus) -> int:
@@ -88,7 +108,7 @@ async def forget_letters(bus: Bus, below: int) -> None:
     counted = dataclasses.replace(history, letters=history.letters + len(oldest), letters_to=max(oldest, default=0))
     if oldest and await _replace(bus, history, counted):
         await bus.dead.trim_letters(counted.letters_to + 1)
-        text = "DEAD is almost full (bus.quota_bytes): removed the dead letters of %d tasks, up to task %d"
+        text = "DEAD is almost full: removed the dead letters of %d tasks, up to task %d"
         log.warning(text, len(oldest), counted.letters_to)
 
 

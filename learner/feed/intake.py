@@ -46,13 +46,13 @@ class LostTasks:
         self._acked: set[int] = set()
         self._acks, self._read_on = Waiter(), Waiter()
         self._read_to = list(source.cursor().position)
-        self._num_waiting = 0  # Calls of ``read_everything`` that wait
+        self.num_waiting = 0  # Calls of ``read_everything`` that wait
         self._looked_s = float("-inf")
 
     def passed(self, seq: int) -> None:
         """Register that the reader of SAMPLES has passed a sequence."""
         self._read_to[seq % len(self._read_to)] = seq
-        if self._num_waiting:
+        if self.num_waiting:
             self._read_on.wake()
 
     async def run(self) -> None:
@@ -89,12 +89,12 @@ class LostTasks:
     async def read_everything(self) -> None:
         """Wait until the reader has passed the current end of SAMPLES, and so all that was stored before this call."""
         ends = await self._bus.retry(self._bus.samples.ends)
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             while any(read < end for read, end in zip(self._read_to, ends, strict=True)):
                 await self._read_on.wait(LOOK_EVERY_S)
         finally:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
 
     async def _check(self, task_id: int) -> None:
         # An actor that stores a death acknowledges the task as well, and the feeder may not have read it yet.

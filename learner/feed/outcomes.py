@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 WEIGHTS = "weights"
 GIVE_UP_HISTORY_FULL = 0.85
 """Share in use, of the stream SAMPLES or of a bound by ``bus.quota_bytes``, at which history is trimmed too."""
+MAX_DEAD_BYTES = 100_000_000
+"""Bound of DEAD without a quota: 10,000 letters with prompts and reasons of 10 KB. No bound of the stream's, which the
+server would reserve; from 85 % on, the next checkpoint removes the older half of the letters of settled tasks.
+"""
 
 
 class Outcomes:
@@ -79,8 +83,10 @@ class Outcomes:
         """Step of the latest checkpoint."""
         self.fullness = 0.0
         """Share of the stream SAMPLES in use, after the last step."""
-        self._used: dict[str, float] = {}
-        """Share in use of each stream or bucket that only ``bus.quota_bytes`` bounds, after the last step."""
+        self.used_shares: dict[str, float] = {}
+        """Share in use of each stream or bucket that only ``bus.quota_bytes`` bounds, after the last step; of DEAD also
+        without a quota.
+        """
         self._disks: dict[str, float] = {}
         """Metrics of the disks, as they were after the step before."""
         self.finished = asyncio.Event()
@@ -89,8 +95,10 @@ class Outcomes:
     @property
     def records_fullness(self) -> float:
         """Largest share in use of a stream or bucket that only ``bus.quota_bytes`` bounds; 0 without a quota."""
+        if not self._bus.config.quota_bytes:
+            return 0.0
         # Below this share a checkpoint takes no letter out of DEAD, and an early one would be for nothing.
-        used = [share for name, share in self._used.items() if name != subjects.DEAD or self._is_full(name)]
+        used = [share for name, share in self.used_shares.items() if name != subjects.DEAD or self._is_full(name)]
         return max(used, default=0.0)
 
     @property
@@ -128,19 +136,19 @@ class Outcomes:
         metrics |= self.age.done(metrics, time.monotonic(), recorded=earlier is not None)
         await record_done(self._bus, self._epoch, step, metrics, weights_digest)
         with suppress(BusUnavailable):
-            await self._note_use_of_bus()
+            await self.note_use_of_bus()
         # Plans from the checkpoint on are kept: the report of a later checkpoint is compared with them.
         self._plans = {planned: facts for planned, facts in self._plans.items() if planned >= self.checkpoint_step}
 
-    async def _note_use_of_bus(self) -> None:
+    async def note_use_of_bus(self) -> None:
         """Note how full SAMPLES and the disks of the bus are. Raises BusUnavailable."""
         shards = [state.bytes for state in await self._bus.samples.states()]
         samples, self.fullness = sum(shards), len(shards) * max(shards) / self._bus.config.samples_max_bytes
-        bounds = record_bounds(self._bus.config)
+        bounds = record_bounds(self._bus.config) or {subjects.DEAD: MAX_DEAD_BYTES}
         names = {name: subjects.stream(self._bus.run, name) for name in (subjects.TASKS, subjects.PLAN, subjects.DEAD)}
         names[WEIGHTS] = subjects.bucket_stream(self._bus.run, WEIGHTS)
-        for name, stream in names.items() if bounds else ():
-            self._used[name] = (await self._bus.jet.state(stream)).bytes / bounds[name]
+        for name in names.keys() & bounds.keys():
+            self.used_shares[name] = (await self._bus.jet.state(names[name])).bytes / bounds[name]
         stored, _ = await self._bus.jet.store_use()
         self._disks |= {"disk/bus_bytes": float(stored), "disk/samples_bytes": float(samples)}
 
@@ -273,7 +281,7 @@ class Outcomes:
         created = cursor.created.split(CREATED_SEPARATOR)
         wanted = [floor + 1 - history for floor in cursor.position]
         below = [
-            await self._waited_for(first, stream) if first >= 2 else first
+            await self.waited_for(first, stream) if first >= 2 else first
             for first, stream in zip(wanted, created, strict=True)
         ]
         await self._bus.samples.trim(*below)
@@ -281,14 +289,14 @@ class Outcomes:
             await self._bus.tasks.trim(first_task)
         await compact(self._bus, oldest, give_up=give_up)
 
-    async def _waited_for(self, below: int, created: str) -> int:
+    async def waited_for(self, below: int, created: str) -> int:
         """Return ``below``, or less while a registered reader needs it and the stream is not too full."""
         cursors = Cursors(self._bus)
         needed = await cursors.first_needed(created)
         if needed is None or needed >= below:
             return below
         # Records of PLAN and versions stay as long as the samples that they name.
-        used = {name: self._used.get(name, 0.0) for name in (subjects.PLAN, WEIGHTS)}
+        used = {name: self.used_shares.get(name, 0.0) for name in (subjects.PLAN, WEIGHTS)}
         name, fullness = max({subjects.SAMPLES: self.fullness, **used}.items(), key=lambda share: share[1])
         if fullness < GIVE_UP_HISTORY_FULL:
             return needed
@@ -297,8 +305,8 @@ class Outcomes:
         return below
 
     def _is_full(self, *names: str) -> bool:
-        """Return whether one of these is almost as large as ``bus.quota_bytes`` allows."""
-        return any(self._used.get(name, 0.0) >= GIVE_UP_HISTORY_FULL for name in names)
+        """Return whether one of these is almost as large as it may be."""
+        return any(self.used_shares.get(name, 0.0) >= GIVE_UP_HISTORY_FULL for name in names)
 
 
 async def record_done(

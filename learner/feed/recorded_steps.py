@@ -1,4 +1,4 @@
-"""Feeder of recorded steps: the steps in files, or those that the learner of another run plans, are fed to the ranks.
+"""Feeder of recorded steps: the steps in files, or steps that the learner of another run plans, are fed to the ranks.
 
     files of debug.load_rollout -> plan for this layout -> batches -> ranks (ZMQ);  done <- rank 0 -> log PLAN
     run debug.shadow_of ---------^   its PLAN -> plan of step k -> its samples by their sequences

@@ -196,7 +196,7 @@ async def _records(
     async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
         if isinstance(record, Plan):
             versions |= record.version_steps
-        # The last record of the checkpoint is read as well: it shows that the log is the one that the checkpoint was
+        # The last record of the checkpoint is read as well: it shows that this is the log that the checkpoint was
         # made with.
         if seq == source.plan_seq:
             if not isinstance(record, Plan) or record.chain != source.chain:

@@ -1,4 +1,4 @@
-"""Values of trained tokens on their way from the ranks into the stream TRAINED, for those who look at the run.
+"""Values of trained tokens on their way from the ranks into the stream TRAINED, for viewers of the run.
 
 Consumes the ranks' messages; names the samples of a planned step; stores each message by one try. No step waits for it:
 a message that finds the queue full, that the bus does not store, or that is malformed is dropped and counted.
@@ -62,7 +62,8 @@ class TrainedRecords:
         self._bus, self._epoch, self._on = bus, epoch, on
         self._most_waiting = max(MOST_WAITING, STEPS_WAITING * data_parallel)
         self._steps: dict[int, _Step] = {}
-        self._waiting: deque[tuple[int, bytes]] = deque()
+        self.waiting: deque[tuple[int, bytes]] = deque()
+        """Messages to be stored, oldest first: rank and content."""
         self._bytes = 0
         self._waiter = Waiter()
         self._failures = FailureLog(log)
@@ -82,9 +83,9 @@ class TrainedRecords:
 
     def put(self, dp_rank: int, data: bytes) -> None:
         """Take a message of a data-parallel rank; it does not wait."""
-        self._waiting.append((dp_rank, data))
+        self.waiting.append((dp_rank, data))
         self._bytes += len(data)
-        while len(self._waiting) > self._most_waiting or self._bytes > MOST_BYTES:
+        while len(self.waiting) > self._most_waiting or self._bytes > MOST_BYTES:
             self._take()
             self._drop(f"as many wait for the bus as {self._most_waiting} messages or {MOST_BYTES} bytes allow")
         self._waiter.wake()
@@ -92,7 +93,7 @@ class TrainedRecords:
     async def run(self) -> None:
         """Store messages until cancelled."""
         while True:
-            while self._waiting:
+            while self.waiting:
                 try:
                     await self._store(*self._take())
                 except (BusError, TimeoutError) as error:
@@ -100,7 +101,7 @@ class TrainedRecords:
             await self._waiter.wait()
 
     def _take(self) -> tuple[int, bytes]:
-        message = self._waiting.popleft()
+        message = self.waiting.popleft()
         self._bytes -= len(message[1])
         return message
 

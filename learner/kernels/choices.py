@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-class Site(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Site:
     """Facts that decide about kernels: the device, the model, and the abilities of the installed torch."""
 
     device: str
@@ -181,7 +183,7 @@ def varlen_operator() -> Callable[..., Any] | None:
     except ImportError:
         return None
     if {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys() and _flash_is_known():
-        return _flash_attention
+        return flash_attention
     logging.getLogger("torch.nn.attention.varlen").setLevel(logging.WARNING)  # it logs every call
     return varlen_attn
 
@@ -197,7 +199,7 @@ def _flash_is_known() -> bool:
     return ordered == FLASH_ARGUMENTS and {"scale", "window_size_left", "window_size_right"} <= named
 
 
-def _flash_attention(
+def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -423,7 +423,7 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
 
 
 def _local_ids(ids_TJ: Tensor, num_local: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Return the ids as columns of this rank's part, and a mask of those that are in it."""
+    """Return the ids as columns of this rank's part, and a mask of the ids that are in it."""
     local_TJ = ids_TJ - (0 if group is None else dist.get_rank(group) * num_local)
     return local_TJ, (local_TJ >= 0) & (local_TJ < num_local)
 

@@ -61,7 +61,7 @@ class Parallel:
 
     @property
     def export_place(self) -> int:
-        """Place of this rank among those of its stage."""
+        """Place of this rank among the ranks of its stage."""
         return (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
 
     def num_senders(self, at_most: int = 0) -> int:
@@ -269,7 +269,7 @@ def tokens_for_heads(values_T: Tensor, group: dist.ProcessGroup) -> Tensor:
 def from_first(make: Callable[[], T], *, device: torch.device, group: dist.ProcessGroup | None = None) -> T:
     """Return what ``make`` returns on the first rank of a group, on all its ranks. Collective. None = all ranks.
 
-    Its errors end all ranks: ConfigRefused is raised on all, for any other FirstRankFailed on those that wait.
+    Its errors end all ranks: ConfigRefused is raised on all, for any other FirstRankFailed on the ranks that wait.
     """
     outcome: list[Any] = [None, None]
     failure: Exception | None = None

@@ -141,7 +141,7 @@ class Dealt:
         self._senders, self._layers = senders, dict[str, int]()
 
     def sender(self, name: str) -> int:
-        """Return the number of the rank, among those of the stage, that sends the tensor of this Hugging Face name."""
+        """Return the number in its stage of the rank that sends the tensor of this Hugging Face name."""
         layer = _LAYER.search(name)
         return self._layers.setdefault(layer[1], len(self._layers)) % self._senders if layer else 0
 
@@ -299,7 +299,7 @@ class StepFlops:
     def of_tensors(
         cls, values: JsonMapping, tensors: Mapping[str, tuple[int, ...]], *, value_head: bool = False
     ) -> "StepFlops":
-        """Return the operations for a model of any family, about: those of its matrices, and of softmax attention.
+        """Return about the operations for a model of any family: of its matrices, and of softmax attention.
 
         Of the experts in the files a token counts its own. Linear attention counts by its matrices alone.
         """

@@ -72,7 +72,7 @@ class Agent:
         self, bus: Bus, row: NodeRow, work: Work, *, bind: str, limits: Limits, on_change: Callable[[NodeRow], None]
     ) -> None:
         """``bind``: address to listen on. ``on_change`` is called when phase, wait or reason of the row has changed."""
-        self._bus, self._work, self._bind, self._limits, self._on_change = bus, work, bind, limits, on_change
+        self._bus, self._work, self._bind, self.limits, self._on_change = bus, work, bind, limits, on_change
         self._keys = FeedKeys.new()
         self._own_row = OwnRow(bus.rows("run"), replace(row, nonce=nonce(), agent=nonce(), key=self._keys.ranks_public))
         self._wake = Waiter()
@@ -84,7 +84,7 @@ class Agent:
         self._stopped = False
         self._missing_since: float | None = None
         self._bad_ends: deque[float] = deque(maxlen=limits.bad_ends)
-        self._stepped_s = time.monotonic()  # time of the last step of this node's ranks, or of their start
+        self.stepped_s = time.monotonic()  # time of the last step of this node's ranks, or of their start
 
     @property
     def row(self) -> NodeRow:
@@ -95,7 +95,7 @@ class Agent:
         """Run until the last step or a drain. Raises NodeRefused, NodeReplaced, LearnerEnded, BusUnavailable."""
         async with AsyncExitStack() as stack:
             self._own_row.update(probe_port=await stack.enter_async_context(answering(self.row.agent, self._bind)))
-            await self._own_row.claim(self._limits.silence_s)
+            await self._own_row.claim(self.limits.silence_s)
             works = {
                 "row": self._own_row.keep(),
                 "view": self._view.run(),
@@ -150,11 +150,11 @@ class Agent:
     def _decide(self) -> Action:
         now = time.monotonic()
         if self._view.reading is None:
-            away = now - max(self._view.read_s, self._stepped_s)
-            if self._ranks is not None and away > self._limits.fence_s:
+            away = now - max(self._view.read_s, self.stepped_s)
+            if self._ranks is not None and away > self.limits.fence_s:
                 return End(f"the bus has not answered, and no step was made, for {away:.0f} s")
             return Wait("the bus")
-        return decide(self.row, self._view.reading.seen, self._view.reading.attempt, silence_s=self._limits.silence_s)
+        return decide(self.row, self._view.reading.seen, self._view.reading.attempt, silence_s=self.limits.silence_s)
 
     async def _act(self, action: Action) -> None:
         """Carry out an action. A write to the bus that fails is decided upon again."""
@@ -191,9 +191,9 @@ class Agent:
         now = time.monotonic()
         missing = isinstance(action, Wait) and action.missing
         self._missing_since = (self._missing_since or now) if missing else None
-        if self._missing_since is not None and now - self._missing_since > self._limits.wait_s:
+        if self._missing_since is not None and now - self._missing_since > self.limits.wait_s:
             raise LearnerEnded(
-                f"not all {self.row.nodes} nodes are there after {self._limits.wait_s:.0f} s; missing: {text}"
+                f"not all {self.row.nodes} nodes are there after {self.limits.wait_s:.0f} s; missing: {text}"
             )
 
     async def _form(self, action: Form) -> None:
@@ -231,7 +231,7 @@ class Agent:
         self._ranks.add_done_callback(lambda _: self._wake.wake())
 
     def _stepped(self) -> None:
-        self._stepped_s = time.monotonic()
+        self.stepped_s = time.monotonic()
 
     async def _reap(self) -> None:
         """Note the end of the ranks. Raises LearnerEnded for one that no restart cures."""
@@ -254,9 +254,9 @@ class Agent:
         await self._end_ranks()
         now = time.monotonic()
         self._bad_ends.append(now)
-        if len(self._bad_ends) == self._limits.bad_ends and now - self._bad_ends[0] < self._limits.window_s:
+        if len(self._bad_ends) == self.limits.bad_ends and now - self._bad_ends[0] < self.limits.window_s:
             await self._give_up(
-                f"{len(self._bad_ends)} failed attempts within {self._limits.window_s:.0f} s; the last one: {reason}"
+                f"{len(self._bad_ends)} failed attempts within {self.limits.window_s:.0f} s; the last one: {reason}"
             )
         if self.row.node == LEADER:
             await self._attempts.try_record(self.row, State.ENDING, reason)
@@ -287,7 +287,7 @@ class Agent:
             await self._end_ranks()
             raise LearnerEnded(action.reason, action.exit_code)
         if self._ranks is not None:
-            await asyncio.wait({self._ranks}, timeout=self._limits.leave_s)
+            await asyncio.wait({self._ranks}, timeout=self.limits.leave_s)
             await self._end_ranks()
 
     async def _end_ranks(self) -> None:

@@ -173,7 +173,7 @@ class PromptFile:
         ``recordings``: makes the sequences of recorded responses; None = no row has any. ``chat_template_args``: for
         the chats of rollouts.
 
-        Raises PromptError, which names file and line, for a source that cannot be read, or of which no row can be used;
+        Raises PromptError, which names file and line, for a source that cannot be read, or without a usable row;
         with the policy refuse for any bad row.
         """
         self.sources = [Source(path=path)] if isinstance(path, Path) else list(path)

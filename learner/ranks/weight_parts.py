@@ -176,4 +176,10 @@ def _adapters(policy: Policy, places: RankPlaces, weights: WeightsConfig) -> Ada
             log.info("merged weights are pushed, not adapters: learner.pipeline_parallel > 1")
         return None
     config = policy.adapters.config
+    if config.of_experts:
+        # No engine adds a matrix of each expert: the decoder and SGLang have linear layers alone, and the runner of
+        # transformers has none at all. Merged weights are exact in each of them.
+        if policy.parallel.rank == 0:
+            log.info("merged weights are pushed, not adapters: learner.lora.targets has weights of experts")
+        return None
     return AdapterSettings(scale=config.scale, peft=config.peft(str(places.model_dir)))

@@ -209,6 +209,13 @@ def _refuse_with_adapters(learner: "LearnerConfig") -> None:
             "moe_bias_update_rate: want 0 with lora.rank > 0, which freezes the routers' biases with all weights "
             f"of the model, got {learner.moe_bias_update_rate!r}"
         )
+    megatrons = list(megatron_settings(learner))
+    if learner.lora.of_experts and (learner.backend == MEGATRON or (megatrons and learner.backend != FSDP)):
+        reason = "backend: megatron" if learner.backend == MEGATRON else f"{megatrons[0]} needs it"
+        raise ValueError(
+            f"lora.targets: want no weights of experts where Megatron trains ({reason}), which has no adapters for "
+            f"them, got {list(learner.lora.of_experts)}; set backend: fsdp, or leave them out"
+        )
     if learner.algorithm.kl.moves:
         raise ValueError(
             "algorithm.kl.reference_every, reference_ema: want 0 with lora.rank > 0, whose reference is "

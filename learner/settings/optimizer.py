@@ -161,6 +161,11 @@ def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a decoder that can have adapters, by the last part of their Hugging Face names."""
+OF_EXPERTS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
+"""Weights of all experts of a layer in one tensor that can have adapters (FSDP), by the last two parts of their names.
+"""
+_PEFT_LAYOUT = (0, 19)
+"""First version of PEFT with the present layout of experts' matrices: before, A and B had each other's axis."""
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "use_dora": (False, None),
     "lora_bias": (False, None),
@@ -172,7 +177,6 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "layers_to_transform": ([], None),
     "layer_replication": ([], None),
     "exclude_modules": ([], None),
-    "target_parameters": ([], None),
 }
 """Fields of adapter_config.json that change the model, at other values, in ways that the learner does not compute."""
 
@@ -188,8 +192,9 @@ class LoraConfig:
     """The product of an adapter's two matrices is scaled by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
-    targets: tuple[Annotated[str, OneOf(TARGETS)], ...] = TARGETS
-    """Layers with adapters, by the last part of their Hugging Face names."""
+    targets: tuple[Annotated[str, OneOf((*TARGETS, *OF_EXPERTS))], ...] = TARGETS
+    """Layers with adapters, by the last part of their Hugging Face names; ``experts.`` before the name of the weight of
+    all experts of a layer (on FSDP)."""
     adapter: str = ""
     """Directory of adapters in PEFT's format, with this rank, alpha and targets, with which the run begins."""
 
@@ -204,8 +209,16 @@ class LoraConfig:
         """Factor of the product of an adapter's two matrices."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
+    @property
+    def of_experts(self) -> tuple[str, ...]:
+        """The targets that are weights of experts, sorted."""
+        return tuple(sorted(set(self.targets) & set(OF_EXPERTS)))
+
     def peft(self, base_model: str) -> JsonObject:
         """Return the content of adapter_config.json for adapters on the model ``base_model``."""
+        # An older version of PEFT would read the files of experts in its own layout.
+        version = ".".join(map(str, (*_PEFT_LAYOUT, 0)))
+        experts = {"target_parameters": list(self.of_experts), "peft_version": version} if self.of_experts else {}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -213,12 +226,13 @@ class LoraConfig:
             "r": self.rank,
             "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
             "use_rslora": self.rslora,
-            "target_modules": sorted(self.targets),
+            "target_modules": sorted(set(self.targets) - set(self.of_experts)),
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
             "init_lora_weights": True,
             "inference_mode": True,
+            **experts,
         }
 
 
@@ -237,6 +251,11 @@ class Tuning:
     def of(cls, learner: "LearnerConfig") -> "Tuning":
         """Return the learner's settings."""
         return cls(lora=learner.lora, freeze=learner.optimizer.freeze, seed=learner.seed)
+
+
+def _version(text: object) -> tuple[int, ...]:
+    """Return the first two numbers of a version; none for another text."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2]) if isinstance(text, str) else ()
 
 
 def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
@@ -260,8 +279,17 @@ def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
         for name, plain in _PLAIN.items()
         if name in adapter and adapter[name] not in plain
     ]
-    targets = adapter.get("target_modules")
-    named = sorted(str(target).rpartition(".")[2] for target in targets) if isinstance(targets, list) else targets
+    experts = adapter.get("target_parameters") or []
+    targets = adapter.get("target_modules") or ([] if experts else None)
+    if experts and _version(adapter.get("peft_version")) < _PEFT_LAYOUT:
+        want = (
+            "0.19 or newer, whose layout of experts' matrices is read; merge older ones into the model with their PEFT"
+        )
+        refused.append(ConfigRefused(f"{path}: peft_version", want, adapter.get("peft_version")))
+    named = targets if isinstance(experts, list) else experts
+    if isinstance(targets, list) and isinstance(experts, list):
+        of_experts = (".".join(str(target).split(".")[-2:]) for target in experts)
+        named = sorted([*(str(target).rpartition(".")[2] for target in targets), *of_experts])
     pairs: Mapping[str, tuple[object, object]] = {
         "rank": (adapter.get("r"), config.rank),
         "alpha": (adapter.get("lora_alpha"), config.alpha),

@@ -70,7 +70,7 @@ class Head:
     group: dist.ProcessGroup | None = None
     """Ranks with the other parts of the vocabulary, in order; None = this rank has all."""
     fused: bool = False
-    """Kernels of Triton between the products."""
+    """True if log-probs are computed by Triton kernels between the matrix products."""
     placeholder: bool = False
     """Return a gradient without values for a weight that has taken its own already."""
     scale: float = 1.0
@@ -133,7 +133,7 @@ class Weights(Protocol):
         """Let the next pass see weights that were written outside of an optimizer step."""
 
     def load_reference(self, directory: Path) -> None:
-        """Load the weights of another model directory of the same shape, but for those of heads for further tokens.
+        """Load the weights of another model directory of the same shape, except for the heads for further tokens.
         Raises ConfigRefused.
         """
 
@@ -151,13 +151,15 @@ class Exports(Protocol):
         """
 
     def export_part(self, senders: int, *, without_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield those of them that this rank sends; all ranks run the iterator to its end. Raises MemoryReleased.
+        """Yield the tensors that this rank sends; all ranks run the iterator to its end. Raises MemoryReleased.
 
         ``senders``: ranks of each stage among which its layers are dealt out. ``without_adapters``: the frozen weights.
         """
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole matrices of all adapters under PEFT's names; on rank 0, see ``help_export_adapters``."""
+        """Yield the whole matrices of all adapters under PEFT's names. Rank 0 calls this; the other ranks call
+        ``help_export_adapters`` meanwhile.
+        """
 
     def help_export_adapters(self) -> None:
         """Take part in the collectives in which rank 0 exports the adapters, if there are any."""
@@ -173,13 +175,15 @@ class Routing(Protocol):
         """Return the given experts of this rank's layers, [T, K] each; none where they are not replayed."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Record the experts of every row that passes inside the context; given ones are taken instead."""
+        """Record the experts that the routers choose for each row inside the context. Rows that came with experts keep
+        these.
+        """
 
     def given(self) -> AbstractContextManager[None]:
-        """Send tokens to their given experts inside the context; without given ones the routers choose."""
+        """Send tokens to the experts that their rows came with; the routers choose where rows came with none."""
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Send tokens to their experts inside the context; rows without any, and tokens without known ones, choose."""
+        """Send tokens to the experts that are recorded, or that their rows came with; routers choose for all others."""
 
     def observe(self, ranks: Parallel) -> None:
         """Keep in ``PackedRow.routed`` of every row from now on where its last pass sent its tokens."""
@@ -210,11 +214,11 @@ class Policy(Weights, Exports, Protocol):
 
     @property
     def begins_apart(self) -> bool:
-        """True if the weights of a new run differ from those of the model directory."""
+        """True if the weights of a new run differ from the weights of the model directory."""
 
     @property
     def obstacle(self) -> str:
-        """Why prompts that samples share cannot be computed once; empty = they can."""
+        """Reason why the prompts that samples share cannot be computed once; empty = they can."""
 
     def ready(self) -> AbstractContextManager[None]:
         """Return the context in which passes run and optimizer steps are taken. It is not re-entrant."""
@@ -238,8 +242,9 @@ class Policy(Weights, Exports, Protocol):
     ) -> Iterator[Tensor]:
         """Yield for each head for further tokens (MTP) that is trained the log-probs of the tokens it predicts, [N].
 
-        The k-th, from 1, predicts the token k + 1 places behind, at the N places where ``predicts(k)``, [T], is true;
-        of none it yields one 0, with the head's graph. Valid inside ``finish``; gradients are those of the heads alone.
+        Head k, counted from 1, predicts the token k + 1 places further on, at the N places where ``predicts(k)``, [T],
+        is true. Where it is true nowhere, it yields one 0 that depends on the head, so that every rank runs the same
+        backward pass. Valid inside ``finish``; gradients flow into the heads alone.
         """
 
     def gather(self) -> None:
@@ -264,7 +269,7 @@ class Backend(Protocol[P, O]):
 
     @property
     def damaged(self) -> tuple[type[Exception], ...]:
-        """Errors of damaged checkpoints that its libraries have beside those of torch."""
+        """Errors of damaged checkpoints that its libraries raise beside the errors of torch."""
 
     def open_policy(
         self,
@@ -284,7 +289,9 @@ class Backend(Protocol[P, O]):
         """Build the critic's model, with a value head of zeros, in the policy's memory. Raises ConfigRefused."""
 
     def open_optimizer(self, policy: P, config: OptimizerConfig, *, steps: int, offload: bool) -> O:
-        """Return the optimizer of a policy for ``steps`` steps. ``offload``: state in host memory. ConfigRefused."""
+        """Return the optimizer of a policy for ``steps`` steps. ``offload``: its state is in host memory. Raises
+        ConfigRefused.
+        """
 
     def stage(
         self,
@@ -299,8 +306,8 @@ class Backend(Protocol[P, O]):
     ) -> Staged:
         """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty).
 
-        With ``copies`` the state may change afterwards; without, not before it is written. ``numbers``: scalars of the
-        algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
+        With ``copies`` the state may change as soon as this returns; without, only after it is written. ``numbers``:
+        scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
         """
 
     def load(
@@ -319,7 +326,9 @@ class Backend(Protocol[P, O]):
         """
 
     def load_weights(self, directory: Path, *, policy: P, optimizer: O) -> int:
-        """Load the weights of a checkpoint alone; the optimizer has no state then. Returns its step. ConfigRefused."""
+        """Load the weights of a checkpoint alone; the optimizer has no state then. Returns its step. Raises
+        ConfigRefused.
+        """
 
     def read_model(
         self, checkpoint: Path, model_dir: Path, parallel: Parallel, *, code_path: str = ""

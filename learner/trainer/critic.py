@@ -2,7 +2,7 @@
 
     rows -> values, forward only -> (advantages and returns: ``token_advantages``) -> each minibatch: value loss, Adam
 
-It knows nothing of the policy. Shape letters: T = tokens of a packed micro-batch, C = those of this rank's part of it.
+It knows nothing of the policy. Shape letters: T = tokens of a packed micro-batch, C = tokens of this rank's part of it.
 """
 
 import math

@@ -30,8 +30,8 @@ from tidemill.weightstore.store.snapshot_files import ASIDE, rename_into_place
 log = logging.getLogger(__name__)
 
 ADAPTER = "adapter"
-"""Directory of the adapters inside that of the merged model: beside the model's files, libraries would load them on top
-of it.
+"""Directory of the adapters inside the merged model's directory: beside the model's files, libraries would load them on
+top of it.
 """
 _NAMES = {code: name for name, code in snapshot_files.CODES.items()}
 DIGEST_BYTES = 65_536

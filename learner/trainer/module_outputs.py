@@ -2,7 +2,7 @@
 
     prompt -> this rank's part -> hooks on the modules -> whole outputs [T, W]
 
-Shape letters: T = tokens of one prompt, with padding; C = those of this context-parallel rank; H = hidden size, W =
+Shape letters: T = tokens of one prompt, with padding; C = tokens of this context-parallel rank; H = hidden size, W =
 width of an output.
 """
 

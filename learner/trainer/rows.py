@@ -29,7 +29,7 @@ class Fan(NamedTuple):
     at_M: Tensor
     """In the row, where each sequence is whole."""
     source_M: Tensor
-    """Among the computed tokens: those of a shared prefix stand for several."""
+    """Among the computed tokens, where a token of a shared prefix stands for several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

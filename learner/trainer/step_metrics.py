@@ -1,5 +1,5 @@
 """Metrics of a step by name (``docs/metrics.md``): of its minibatches, from sums over micro-batches and ranks, and of
-its samples; and a bounded part of the values of its trained tokens, for those who look at the run.
+its samples; and a bounded part of the values of its trained tokens, for viewers of the run.
 
     begin (which tokens) -> each row's loss: its tensors are kept -> end: one copy to the CPU, in columns
 
@@ -287,7 +287,7 @@ class ValueRecord:
         """Begin a step with the rows that are trained."""
         self._rows = []
         if self._records:
-            chosen_N = self._chosen(batch)
+            chosen_N = self.chosen(batch)
             self._at = [np.flatnonzero(row.loss_mask_T & chosen_N[row.sample_T]) for row in batch.micro_batches]
 
     def row(self, tokens: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
@@ -331,7 +331,7 @@ class ValueRecord:
             weights=by_run(weights, lengths_R),
         )
 
-    def _chosen(self, batch: StepBatch) -> NDArray[np.bool_]:
+    def chosen(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Return the recorded samples, [N]: groups in the order of a hash, so that a repeated step has the same."""
         rows = batch.micro_batches
         samples_K = np.concatenate([row.sample_T[row.loss_mask_T] for row in rows])

@@ -68,7 +68,7 @@ class Trainer:
         self._collector, self._mtp_factor = collector, mtp_factor
         if collector is not None:
             policy.routing.observe(policy.parallel)
-        self._policy, self._optimizer, self._proximal, self._reference = (
+        self.policy, self._optimizer, self._proximal, self._reference = (
             policy,
             optimizer,
             others.proximal,
@@ -100,13 +100,13 @@ class Trainer:
             adaptive=self.adaptive,
             critic=self._critic,
             passes=self._passes,
-            device=self._policy.parallel.device,
+            device=self.policy.parallel.device,
         )
         self._loss = RowLoss(
             objective=self._objective,
             algorithm=algorithm,
             adaptive=self.adaptive,
-            policy=self._policy,
+            policy=self.policy,
             passes=self._passes,
             record=self._record,
             collector=self._collector,
@@ -143,7 +143,7 @@ class Trainer:
         split over ranks. A minibatch that is not finite is skipped on all ranks, and counts only in
         ``train/skipped_minibatches``. Raises MemoryReleased.
         """
-        self._policy.memory.want("a step")
+        self.policy.memory.want("a step")
         began = time.perf_counter()
         self._want_scores(batch)
         if self._algorithm.mask_truncated:
@@ -155,10 +155,10 @@ class Trainer:
         shared = not self._obstacle and any_common(batch.micro_batches)
         batch, counts = self._repacked(batch, skipped_N, shared=shared)
         # Most of a step are the log-probs over the vocabulary, and prompts need none.
-        trained_only = bool(self._policy.obstacle) and self._collector is None and self._policy.parallel.cp_size == 1
-        rows = rows_of(batch, self._policy.parallel, self._policy.routing, shared=shared, trained_only=trained_only)
+        trained_only = bool(self.policy.obstacle) and self._collector is None and self.policy.parallel.cp_size == 1
+        rows = rows_of(batch, self.policy.parallel, self.policy.routing, shared=shared, trained_only=trained_only)
         self.spans = tuple(span for row in rows for span in row.packed.spans)
-        with self._policy.ready():
+        with self.policy.ready():
             if self._collector is not None:
                 self._record_first_pass(self._collector, batch, rows)
             rows = self._with_log_probs(rows, batch)
@@ -166,8 +166,8 @@ class Trainer:
             left = iter(rows)
             parts = [list(itertools.islice(left, count)) for count in counts]
             updates, taught = self._minibatches(parts, step, batch)
-            self._policy.gather()
-        metrics = step_metrics.of_updates(updates, step, skipped_N, self._policy.parallel.dp_group)
+            self.policy.gather()
+        metrics = step_metrics.of_updates(updates, step, skipped_N, self.policy.parallel.dp_group)
         num_samples = int((~batch.demonstration_N).sum())
         self.adaptive.adapt(metrics, num_samples, warms_up=self._warms_up(batch.step))
         self.values = self._record.end(batch)
@@ -184,9 +184,9 @@ class Trainer:
 
     def log_probs(self, batch: StepBatch) -> list[Tensor]:
         """Return log-probs of the targets of every micro-batch, [T] each, without gradient. Raises MemoryReleased."""
-        self._policy.memory.want("log-probs")
-        rows = rows_of(batch, self._policy.parallel, self._policy.routing)
-        with self._policy.ready(), self._policy.routing.given():
+        self.policy.memory.want("log-probs")
+        rows = rows_of(batch, self.policy.parallel, self.policy.routing)
+        with self.policy.ready(), self.policy.routing.given():
             return [scores.log_probs_T for scores in self._passes.scores(rows)]
 
     # ---- parts of a step
@@ -198,7 +198,7 @@ class Trainer:
             optimizer.tokens = (before, self.adaptive.trained_tokens)
 
     def _record_first_pass(self, record: Collector, batch: StepBatch, rows: list[Row]) -> None:
-        with self._policy.routing.given():
+        with self.policy.routing.given():
             first_pass = self._passes.scores(rows)
         passed = [{"log_probs": scores.log_probs_T, "entropy": scores.entropy_T} for scores in first_pass]
         record.begin(batch, passed, _routed(rows))
@@ -217,7 +217,7 @@ class Trainer:
 
         ``advantages``: where the loss has no other term; None = only samples without trainable tokens are left out.
         """
-        if self._collector is not None or self._policy.counts_tokens:  # their values are of all tokens
+        if self._collector is not None or self.policy.counts_tokens:  # their values are of all tokens
             return torch.zeros_like(step.demonstration_N)
         idle_N = step.trainable_N == 0
         if advantages is None:  # also in the first steps, on which the rank reports
@@ -232,7 +232,7 @@ class Trainer:
 
         ``shared``: this rank has prompts to share.
         """
-        ranks = self._policy.parallel
+        ranks = self.policy.parallel
         minibatches, rows = None, [len(batch.micro_batches) // batch.num_minibatches] * batch.num_minibatches
         if shared or skipped_N.any():
             minibatches = packings(batch, skipped_N.numpy(), by_prompt=shared)
@@ -249,7 +249,7 @@ class Trainer:
 
     def _with_log_probs(self, rows: list[Row], batch: StepBatch) -> list[Row]:
         """Return the rows with log-probs of the proximal and the reference policy, where the objective needs them."""
-        chunks = tuple(self._policy.modules)
+        chunks = tuple(self.policy.modules)
         # 2 stands for any interval above 1, in which the policy moves between two versions.
         published_every = 1 if self._proximal is None else 2
         with self._others as others:
@@ -259,7 +259,7 @@ class Trainer:
                 if self._proximal is not None:
                     others.take(self._proximal)
                 self._hooks.before_log_probs(BeforeLogProbs(policy="proximal", batch=batch, chunks=chunks))
-                with self._policy.routing.recording():
+                with self.policy.routing.recording():
                     old = self._passes.scores(rows)
                 rows = [
                     replace(row, seen=replace(row.seen, old_T=scores.log_probs_T, old_entropy_T=scores.entropy_T))
@@ -297,16 +297,16 @@ class Trainer:
         warms_up = self._warms_up(batch.step)
         if not warms_up:
             moment = BeforeStep(
-                minibatch=number, batch=batch, chunks=tuple(self._policy.modules), optimizer=self._optimizer.inner
+                minibatch=number, batch=batch, chunks=tuple(self.policy.modules), optimizer=self._optimizer.inner
             )
             self._hooks.before_step(moment)
         self._optimizer.zero_grad()
         if self._mtp_factor and not warms_up:
             trained = int(torch.where(step.minibatches_N == number, step.trainable_N, 0).sum())
             terms = replace(terms, further_tokens=trained)
-        biases = [(bias, bias.clone()) for bias in self._policy.moving_biases()]
+        biases = [(bias, bias.clone()) for bias in self.policy.moving_biases()]
         sums = self._passes.gradients(rows, partial(self._loss, terms=terms), forward_only=warms_up)
-        if warms_up:  # the metrics are those of the policy that stays
+        if warms_up:  # the metrics describe the policy that stays
             return self._collected(Update(sums=sums, norm=0.0, rate=0.0), rows)
         scale = 1.0
         if self._algorithm.ess_lr and terms.denominators.tokens:
@@ -343,7 +343,7 @@ class Trainer:
 
 
 def _referred(row: Row, scores: Scores) -> Row:
-    """Return the row with the scores of the reference; those of a teacher's tokens replace those of the samples."""
+    """Return the row with the scores of the reference. Scores of a teacher's tokens replace the samples' scores."""
     tokens, (ids_TK, listed_TK) = replace(row.seen, reference_T=scores.log_probs_T), scores.listed
     if ids_TK is None:
         return replace(row, seen=tokens)

@@ -434,7 +434,7 @@ INSTRUCTIONS: dict[str, Check] = {
     "format:no_whitespace": lambda text, arguments: not any(map(str.isspace, text)),
     "format:options": _options,
     "format:output_template": lambda text, arguments: all(
-        one in text for one in ("My Answer:", "My Conclusion:", "Future Outlook:")
+        label in text for label in ("My Answer:", "My Conclusion:", "Future Outlook:")
     ),
     "format:parentheses": _parentheses,
     "format:quote_unquote": _explained_quotes,

@@ -50,7 +50,7 @@ def serve(connection: socket.socket, function: Bound, limit: limits.ProcessLimit
     connection.setblocking(True)
     connection.sendall(encode_frame({"up": True}))
     if function.is_async:
-        asyncio.run(_serve_many(connection, function, limit))
+        asyncio.run(serve_many(connection, function, limit))
     else:
         _serve_one_by_one(connection, function, limit)
 
@@ -102,7 +102,7 @@ def _failed(number: int, error: BaseException, **fields: object) -> bytes:
     return _reply(number, failed=str(reason)[:MAX_REASON], outside=is_outside(error), **fields)
 
 
-async def _serve_many(connection: socket.socket, function: Bound, limit: limits.ProcessLimits) -> None:
+async def serve_many(connection: socket.socket, function: Bound, limit: limits.ProcessLimits) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     calls: dict[int, asyncio.Task[bytes]] = {}
 

@@ -117,8 +117,8 @@ EPISODE = {
     "stored": _record("turn", 1, behind=True),
     "acted": Point(
         "tidemill.actors.episodes.model_calls:ModelCalls._call",
-        lambda calls, *_: f"{calls._episode.task.id}.{calls._episode.index}",
-        lambda calls, *_: len(calls._episode.recorder) == 2,
+        lambda calls, *_: f"{calls.episode.task.id}.{calls.episode.index}",
+        lambda calls, *_: len(calls.episode.recorder) == 2,
     ),
     "unscored": Point(
         "tidemill.actors.actor.sample_scoring:SampleScorer.score",

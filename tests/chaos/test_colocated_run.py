@@ -9,15 +9,19 @@ import signal
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.chaos.storm import drained_and_judged
 from tests.chaos.test_instants import new_steps
+from tests.waits import until
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
+from tidemill.actors.serving.engine_process import MEMORY
 from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run.audit import audit
 from tidemill.learner.checkpoints.disk import listed
 
@@ -149,12 +153,12 @@ async def test_an_engine_started_in_the_learners_turn_waits_for_its_end(tmp_path
             first = (await live(bus, "engine")).pid
             os.kill(first, signal.SIGKILL)
             view = LiveView(bus)
-            while True:
-                rows = [row for row in await view.alive("engine") if row.pid != first and row.waits_for]
-                if rows:
-                    break
-                await asyncio.sleep(0.05)
-            assert "turn" in rows[0].waits_for and not rows[0].address, rows
+
+            async def waiting_engine() -> LiveRow | None:
+                return next((row for row in await view.alive("engine") if row.pid != first and row.waits_for), None)
+
+            row: LiveRow = await until(waiting_engine)
+            assert row.waits_for == MEMORY and not row.address, row
             for rank in psutil.Process(learner).children(recursive=True):
                 rank.resume()
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
@@ -199,12 +203,12 @@ async def frozen_in_its_turn(bus: Bus) -> int:
 
 async def _settled_row(bus: Bus) -> dict[str, float]:
     """Return the engine's load after two further heartbeats from now."""
-    rows, seen = bus.rows("live"), set[int]()
-    while True:
-        found = await rows.get("engine.engine-0")
-        if found is not None:
-            seen.add(found[1])
-            if len(seen) > 2:
-                load: dict[str, float] = found[0]["load"]
-                return load
-        await asyncio.sleep(0.05)
+    rows, revisions = bus.rows("live"), set[int]()
+
+    async def third_row() -> dict[str, Any] | None:
+        row, revision = await rows.get("engine.engine-0") or (None, 0)
+        revisions.update(() if row is None else (revision,))
+        return row if len(revisions) > 2 else None
+
+    load: dict[str, float] = (await until(third_row))["load"]
+    return load

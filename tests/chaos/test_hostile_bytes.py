@@ -4,6 +4,7 @@ messages behind them are processed.
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +19,7 @@ from tests.feeder_kit import World
 from tests.garbage import freeze_again
 from tests.hostile import Hostile
 from tests.launched import run_tidemill
+from tests.refusals import refusal
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, EngineConfig, RouterConfig
 from tidemill.actors.router.server import run_router
@@ -333,9 +335,7 @@ async def test_keys_that_cannot_be_read_are_made_anew_and_known_ones_stay(open_b
 
         await spoil("keys.admin", "run.api_key")
         late, engine_keys = admin_keys(bus), admin_keys(bus)
-        with pytest.raises(
-            UnreadableRow, match=r"keys\.admin.*want key: 1 to 512 visible ASCII characters, got 'another value'"
-        ):
+        with refusal(UnreadableRow, field=re.compile(r"\bkeys\.admin$"), got="another value"):
             await late.known()  # the engine answers that the keys are not known
         made = await make_keys(bus)
         assert await engine_keys.known() == made == await make_keys(bus, last="another")

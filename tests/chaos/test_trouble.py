@@ -4,8 +4,9 @@ twice.
 
 import asyncio
 import contextlib
+import functools
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from tests.chaos.wire import Wire
 from tests.small_disk import SmallDisk, small_disk
 from tests.unhurried import UNHURRIED
 from tests.waits import until
+from tests.whole.running import row_of
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.readers import History
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done
-from tidemill.bus.wire.rows import LiveRow
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 SETTINGS = (
@@ -203,25 +204,16 @@ async def _limit(bus: Bus, max_bytes: int) -> None:
     await bus.jet.call(f"STREAM.UPDATE.{stream}", {**config, "max_bytes": max_bytes})
 
 
-async def _row(bus: Bus, role: str, wanted: Callable[[LiveRow], bool]) -> LiveRow:
-    """Return the row of a live process of the role, once ``wanted`` is true of it."""
-    view = LiveView(bus)
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            with contextlib.suppress(BusUnavailable):
-                for row in await view.alive(role):
-                    if wanted(row):
-                        return row
-            await asyncio.sleep(0.1)
+_row = functools.partial(row_of, timeout_s=PATIENCE_S)
 
 
 async def _cut_off(bus: Bus, part: Part) -> None:
     """Wait until nothing of it reaches the bus, and it has given its connection up and tries to make another."""
     view = LiveView(bus)
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            with contextlib.suppress(BusUnavailable):
-                rows = await view.alive(part.role)
-                if part.name not in {row.id for row in rows} and "bus: disconnected" in part.log:
-                    return
-            await asyncio.sleep(0.1)
+
+    async def cut_off() -> bool:
+        with contextlib.suppress(BusUnavailable):
+            return part.name not in {row.id for row in await view.alive(part.role)} and "bus: disconnected" in part.log
+        return False
+
+    await until(cut_off, timeout_s=PATIENCE_S)

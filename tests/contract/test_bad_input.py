@@ -250,6 +250,15 @@ async def test_requests_beyond_the_waiting_limit_get_503_at_a_proxy(model_dir: P
         await asyncio.gather(*waiting, last, return_exceptions=True)
 
 
+async def test_a_prompt_beyond_the_room_for_keys_and_values_is_refused_at_a_proxy(model_dir: Path) -> None:
+    """SGLang would refuse it, too, and would end responses early that do not fit beside their prompt."""
+    async with faulty() as server, proxying(model_dir, server, kv_tokens=4) as asked:
+        server.does = "generate"
+        for length, expected in ((3, 200), (4, 400)):
+            status, answer = await asked.post("/generate", {"input_ids": [5] * length, "sampling_params": PARAMS})
+            assert (status, "raise engine.kv_tokens" in answer) == (expected, expected == 400), answer
+
+
 async def reached(server: Faulty, count: int) -> None:
     async with asyncio.timeout(LIMIT_S):
         await until(lambda: server.paths.count("/generate") >= count)

@@ -51,9 +51,9 @@ async def hang_up_on(served: Served, path: str, body: object) -> None:
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: "
         f"{len(content)}\r\n\r\n"
     )
-    asked = served.engine.scheduler._calls.qsize()
+    asked = served.engine.scheduler.calls.qsize()
     writer.write(head.encode() + content)
-    await until(lambda: served.engine.scheduler._calls.qsize() > asked)
+    await until(lambda: served.engine.scheduler.calls.qsize() > asked)
     writer.close()
     await until(lambda: not served.engine.server.listener._runner.server.connections)
 
@@ -134,7 +134,7 @@ async def test_a_response_that_fails_by_itself_fails_alone(model_dir: Path) -> N
         assert served.engine.text is not None
         await served.client.pause()  # nothing is decoded before it has these stop strings
         request = {"input_ids": [5], "sampling_params": {"ignore_eos": True}}
-        progress = served.engine._backend.submit(parse_generate(request, served.engine.limits))
+        progress = served.engine.backend.submit(parse_generate(request, served.engine.limits))
         progress.sequences[0].stop_strings = Unreadable(served.engine.text, ("x",))
         await served.client.resume()
         (failed,) = await progress.finished()

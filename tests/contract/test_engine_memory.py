@@ -206,7 +206,7 @@ async def test_a_release_while_it_takes_a_directory_by_itself_comes_behind_it(di
         updates = served.engine.updates
         assert await ask(served, RELEASE) == 200
         load = asyncio.create_task(served.engine.load_snapshot(directory, 5))
-        await until(lambda: updates._writing.locked(), every_s=0)  # it sets no event
+        await until(lambda: updates.writing.locked(), every_s=0)  # it sets no event
         release = asyncio.create_task(updates.run_shielded(updates.release(frozenset({"weights", "kv_cache"}))))
         await asyncio.gather(load, release)
         assert served.engine.version == 5

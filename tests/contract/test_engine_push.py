@@ -14,7 +14,9 @@ from tests.contract.test_engine_updates import directories, family, models
 from tests.engine_push import flat, joined, named, serves
 from tests.engine_serving import Served, serving
 from tests.waits import LIMIT_S
+from tidemill.actors.serving.builtin.receiving import bucket_of
 from tidemill.weightstore.errors import PeerLost
+from tidemill.weightstore.format.manifest import spec_of
 
 __all__ = ["directories", "family", "models"]
 
@@ -92,7 +94,7 @@ async def test_of_two_pushes_that_begin_at_once_the_later_one_is_received(
 ) -> None:
     tensors = list(named(models[2]))
     async with serving(directories[0]) as served, joined(served) as push:
-        async with served.engine.updates._writing:
+        async with served.engine.updates.writing:
             asked = [asyncio.create_task(push.ask_at_once([tensors], 1))]
             await served.until(lambda: served.engine.updates.open_update is not None)
             asked.append(asyncio.create_task(push.ask_at_once([tensors], 2)))
@@ -118,6 +120,20 @@ async def test_messages_of_discarded_pushes_keep_no_memory(directories: list[Pat
         async with asyncio.timeout(LIMIT_S):
             await push.at_once(models[2], 4, serve=True)
         assert serves(served, models[2])
+
+
+async def test_buffers_of_a_group_are_freed_when_messages_are_received_in_place(
+    directories: list[Path], models: list[Any]
+) -> None:
+    """A bucket of one tensor is always received in place, unless the runner has no place for any."""
+    async with serving(directories[0]) as served, joined(served) as push:
+        await push.at_once(models[1], 1, serve=True)
+        (group,) = served.engine.updates.groups.values()
+        assert any(map(len, group._memory))
+        await push.at_once(models[2], 2, serve=True, one_by_one=True)
+        assert serves(served, models[2])
+        one = bucket_of([spec_of(*next(iter(named(models[2]))))])
+        assert any(map(len, group._memory)) == (served.engine.updates.weights.place(one) is None)
 
 
 async def test_messages_that_come_at_the_same_moment_are_all_there(directories: list[Path], models: list[Any]) -> None:

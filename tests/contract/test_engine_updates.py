@@ -58,13 +58,13 @@ async def test_a_push_under_way_comes_before_what_the_engine_fetches_itself(
     async with serving(directories[0]) as served, joined(served) as push:
         await push.begin(2)
         catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
-        await asyncio.sleep(0.2)
+        await turn(10)  # it finds the open push, and waits
         await push.bucket(named_weights(models[2]))
         await push.end(2)
         assert (await catching_up, served.engine.version) == (0.0, 2)
         await push.begin(3)
         catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 4))
-        await asyncio.sleep(0.2)
+        await turn(10)  # it finds the open push, and waits
         await push.bucket(named_weights(models[3]))
         await push.end(3)
         await catching_up
@@ -76,10 +76,9 @@ async def test_a_push_that_begins_while_a_load_waits_is_not_discarded(
 ) -> None:
     async with serving(directories[0]) as served, joined(served) as push:
         updates = served.engine.updates
-        async with updates._writing:
+        async with updates.writing:
             catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
-            for _ in range(10):
-                await turn()  # it finds no open push, and waits
+            await turn(10)  # it finds no open push, and waits
             begins = asyncio.create_task(push.begin(2))
             await served.until(lambda: updates.begun == 1)
         assert (await begins)[0] == 200

@@ -112,7 +112,7 @@ def test_a_template_is_found_where_models_keep_it(tmp_path: Path) -> None:
     found = ChatTemplate.read(tmp_path)
     assert found is not None and found.render([]) == "alone 0"
     (tmp_path / "chat_template.jinja").write_text("a\n{% for %}")
-    with pytest.raises(ValueError, match="chat template, line 2"):
+    with refusal(ValueError, place=str(tmp_path)):
         ChatTemplate.read(tmp_path)
 
 

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from tests.refusals import refusal
+from tests.web_server import web_server
 from tidemill.actors.episodes.programs import environments
 from tidemill.actors.episodes.programs.environments import OpenEnv
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn
@@ -68,13 +69,8 @@ async def server(session: Callable[[], Answer]) -> AsyncIterator[tuple[str, list
 
     application = web.Application()
     application.router.add_get("/ws", serve)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", messages
-    finally:
-        await runner.cleanup()
+    async with web_server(application, shutdown_timeout=0.1) as url:
+        yield url, messages
 
 
 async def always(message: dict[str, Any], socket: web.WebSocketResponse) -> None:
@@ -177,7 +173,7 @@ async def test_rewards_are_numbers_and_failures_of_the_environment_fail_the_epis
         game = OpenEnv(url, observation="text")
         await game.reset({"prompt": "p"})
         assert await game.step("x") == ("b", 0.0, False)
-        with pytest.raises(RuntimeError, match="want a number or null, got 'much'"):
+        with refusal(RuntimeError, got="'much'"):
             await game.step("x")
         with pytest.raises(RuntimeError, match=r"the environment failed: boom \(EXECUTION_ERROR\)"):
             await game.step("x")

@@ -233,8 +233,8 @@ async def test_a_chat_without_a_limit_may_fill_the_context_of_the_engine(model_d
     messages = {"messages": [{"role": "user", "content": "hi"}]}
     async with serving(model_dir, max_context=48) as served, routing(served.engine.url, **settings) as door:
         limits = []
-        queue = served.engine._backend.submit
-        served.engine._backend.submit = lambda generate: (
+        queue = served.engine.backend.submit
+        served.engine.backend.submit = lambda generate: (
             limits.append(generate.params[0].max_new_tokens),
             queue(generate),
         )[1]  # type: ignore[method-assign]

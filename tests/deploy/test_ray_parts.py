@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-import pytest
-
+from tests.refusals import refusal
 from tests.waits import LIMIT_S, poll
 from tidemill.bus import exit_codes
 from tidemill.launch.deploy.ray_owner import Owner, Program, command_of
@@ -33,7 +32,7 @@ def test_a_cluster_without_devices_gives_none() -> None:
 
 def test_colocated_engines_are_refused() -> None:
     colocated = config("learner.colocated=true", "weights.overlap=false")
-    with pytest.raises(ValueError, match=r"learner\.colocated: want false in a Ray cluster"):
+    with refusal(ValueError, place="learner.colocated", got="true"):
         Demand.of(colocated, devices=8)
 
 

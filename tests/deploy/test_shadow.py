@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.processes import Processes, step_after
+from tests.page_kit import page_of
 from tests.whole.running import until_step
 from tidemill.bus.streams.bus import Bus, connect, runs_of
 from tidemill.bus.wire.messages import Done
-from tidemill.launch.page.compared import ComparedRuns
 
 STEPS = 8
 
@@ -39,10 +39,14 @@ async def test_a_shadow_takes_the_steps_of_the_run_with_its_own_settings_and_cha
             assert not {expected[step] for step in slow} & set(slow.values())
             assert (await _consumers(bus), await bus.rows("run").keys("cursor")) == (consumers, cursors)
             assert await runs_of(run.url, name="test", wait_s=60) == ["smoke"], "an actor finds the one run"
-            compared = ComparedRuns(run.url, "smoke")
-            assert [other["name"] for other in (await compared.as_map(1))["runs"]] == names
-            curves = await compared.columns("smoke-slow")
-            assert curves is not None and len(curves.times_s()) == STEPS
+            async with page_of(bus) as page:
+                assert [other["name"] for other in (await page.get("runs"))["runs"]] == names
+                curves = [
+                    (await page.get("series", run=name, names="train/lr", to=STEPS))["series"]["train/lr"]
+                    for name in names
+                ]
+            assert [len(points) for points in curves] == [STEPS] * 3
+            assert curves[0] == curves[1] and all(rate == pytest.approx(1e-5) for _, rate in curves[2])
             await run.drain(learner)
             await run.audited(bus)
 

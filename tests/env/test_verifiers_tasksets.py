@@ -5,6 +5,7 @@ refusals.
 import asyncio
 import json
 import os
+import re
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import stage, task
 from tests.reciting_model import write_chains
+from tests.refusals import refusal
 from tests.tiny_models import EOS, write_tiny_model
 from tidemill.actors.engines.responses import GenerationFailed
 from tidemill.actors.episodes.children import Children
@@ -143,7 +145,7 @@ async def test_a_taskset_that_verifiers_ships_is_played_as_it_is(python: str, tm
             (await rollout.sample(asking(row, max_new_tokens=200), number, "n")).sample
             for number, row in enumerate(made_of)
         ]
-        texts = [scene.gateway._model.text.decode(sample.tokens.tolist(), skip_special=False) for sample in samples]
+        texts = [scene.gateway.model.text.decode(sample.tokens.tolist(), skip_special=False) for sample in samples]
     for sample, text in zip(samples, texts, strict=True):
         check_sample(sample)
         assert sample.turns is not None and 2 <= len(sample.turns.at) <= 20, "the game answers, until its end"
@@ -168,7 +170,7 @@ async def test_a_taskset_of_one_turn_makes_samples(
         for metadata, got in (({}, "None"), ({"verifiers": {"taskset": "other"}}, "'other'")):
             with pytest.raises(GenerationFailed, match=f"want a task of verifiers_sums, got {got}"):
                 await rollout.sample(asking({"prompt": "x", "label": None, "metadata": metadata}), 0, "n0")
-        text = scene.gateway._model.text.decode(made.sample.tokens.tolist(), skip_special=False)
+        text = scene.gateway.model.text.decode(made.sample.tokens.tolist(), skip_special=False)
     sample = made.sample
     check_sample(sample)
     assert made.scored and "Add." in text and "1+2=" in text and "2+3=" in str(again.sample.prompt)
@@ -220,7 +222,7 @@ async def test_agents_that_are_not_trained_are_context_and_two_trained_ones_are_
         sample = (await rollout.sample(asking(row), 1, "n0")).sample
     assert sample.turns is not None and len(sample.turns.at) == 3 and set(sample.turns.agent) == {"player"}
     async with playing(python, model_dir, "verifiers_talk", env={"judged": "trained"}) as (rollout, _):
-        with pytest.raises(GenerationFailed, match="want one trained agent, run once, got player, judge"):
+        with refusal(GenerationFailed, got=re.compile("^player, judge")):
             await rollout.sample(asking(row), 1, "n0")
 
 

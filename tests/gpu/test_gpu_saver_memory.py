@@ -54,7 +54,7 @@ def steps(trainer: Trainer, memory: Memory) -> list[str]:
         memory.release()
         memory.resume()
         trainer.train(make_batches(make_samples(vocab=VOCAB, seed=seed))[0])
-        digests.append(trainer._policy.digest())
+        digests.append(trainer.policy.digest())
     return digests
 
 
@@ -83,7 +83,7 @@ def test_released_memory_is_free_for_others_and_cannot_be_used(
     trainer.train(batch)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    num_parameters = sum(parameter.numel() for parameter in trainer._policy.module.parameters())
+    num_parameters = sum(parameter.numel() for parameter in trainer.policy.module.parameters())
     state_bytes = 18 * num_parameters  # bfloat16 weights; float32 gradients, main weights and two moments
     before, _ = torch.cuda.mem_get_info()
     memory.release()

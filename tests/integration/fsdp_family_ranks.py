@@ -4,9 +4,12 @@
 """
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.families import LENGTHS, VOCAB, place_here, plain_model, sequences
+from tidemill.launch.devices.shapes import adapter_tensors
+from tidemill.learner.backends.fsdp.lora import add_adapters, tuned
 from tidemill.learner.backends.fsdp.model import FsdpModel, open_model
 from tidemill.learner.backends.fsdp.self_test import row_of
 from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.settings.optimizer import OF_EXPERTS, LoraConfig, Tuning
+
+TRANSPOSED = ("gpt_oss",)
+"""Families with experts whose weights are [E, in, out]."""
+LORA = LoraConfig(rank=3, alpha=4.5)
+"""A rank that is no multiple of what grouped products want."""
 
 
 def weights_of_tokens() -> Tensor:
@@ -90,6 +101,132 @@ def measured(directory: Path, *, recompute: bool = False, family: str = "") -> t
     }
 
 
+def matrices_of(plain: Any, transposed: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return random A and B, as PEFT has them in files, by the names of the weights: of experts and of ``o_proj``."""
+    draws, matrices = torch.Generator().manual_seed(5), {}
+    for name, weight in plain.named_parameters():
+        target = ".".join(name.split(".")[-2:])
+        if target in OF_EXPERTS and weight.dim() == 3:
+            experts, outputs, inputs = weight.mT.shape if transposed else weight.shape
+        elif target == "o_proj.weight":
+            experts, (outputs, inputs) = 1, weight.shape
+        else:
+            continue
+        a, b = (
+            torch.randn(LORA.rank * experts, inputs, generator=draws),
+            torch.randn(outputs, LORA.rank * experts, generator=draws),
+        )
+        matrices[name] = (a / inputs**0.5, b / 10)
+    return matrices
+
+
+def of_expert(number: int, experts: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two matrices of an expert: rows of A side by side, columns of B in turn."""
+    return a.unflatten(0, (experts, LORA.rank))[number], b[:, number::experts]
+
+
+def products(matrices: Mapping[str, tuple[Tensor, Tensor]], plain: Any, transposed: bool) -> dict[str, Tensor]:
+    """Return scale * B A of every weight, in its place."""
+    added = {}
+    for name, (a, b) in matrices.items():
+        weight = plain.get_parameter(name)
+        experts = len(weight) if weight.dim() == 3 else 1
+        each = [of_expert(number, experts, a.double(), b.double()) for number in range(experts)]
+        product = LORA.scale * torch.stack([b @ a for a, b in each]).float()
+        added[name] = product[0] if weight.dim() == 2 else product.mT if transposed else product
+    return added
+
+
+def write_peft(directory: Path, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Write the matrices under PEFT's names: of two weights of a module the one that is declared last is outside."""
+    tensors = {}
+    for name, pair in matrices.items():
+        module, _, weight = name.rpartition(".")
+        inside = weight in ("gate_up_proj", "up_proj") and f"{module}.down_proj" in matrices
+        for letter, matrix in zip("AB", pair, strict=True):
+            tensors[f"base_model.model.{module}{'.base_layer' * inside}.lora_{letter}.weight"] = matrix
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+
+
+class AdaptedModel:
+    """A model with random adapters of its experts, which it has read from a directory. Collective."""
+
+    def __init__(self, directory: Path, *, recompute: bool = False) -> None:
+        self.transposed, self.plain = directory.name in TRANSPOSED, plain_model(directory)
+        self.matrices = matrices_of(self.plain, self.transposed)
+        of_experts = {target for target in OF_EXPERTS for name in self.matrices if name.endswith(target)}
+        targets = tuple(sorted(of_experts | {"o_proj" for name in self.matrices if name.endswith("o_proj.weight")}))
+        self.files = directory.with_name(f"{directory.name}, adapters of {os.environ.get('RANK', '')}")
+        write_peft(self.files, self.matrices)
+        self.config = replace(LORA, targets=targets, adapter=str(self.files))
+        options: dict[str, Any] = {"recompute": recompute, "prepare": partial(add_adapters, config=self.config)}
+        self.model = open_model(directory, dtype="float32", place=place_here(), **options)
+        adapters = tuned(self.model, Tuning(lora=self.config))
+        assert adapters is not None
+        self.adapters = adapters
+
+    def exported(self) -> dict[str, Tensor]:
+        """Return the merged weights by the names of the files. Collective."""
+        return dict(self.model.export(self.adapters.merged))
+
+    def not_counted(self, directory: Path) -> int:
+        """Return the elements of adapters that the table of memory does not count."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in files_of(directory).items()}
+        counted = adapter_tensors(shapes, self.config, backend="fsdp")
+        trained = [tensor for tensor in self.model.parameters() if tensor.requires_grad]
+        return sum(tensor.numel() for tensor in trained) - sum(map(math.prod, counted.values()))
+
+
+def adapted(directory: Path, *, recompute: bool = False, experts: str = "") -> dict[str, Any]:
+    """Return the differences of a model with adapters of its experts from transformers' with merged weights.
+
+    ``experts``: the implementation of transformers; empty = the default. Collective.
+    """
+    ours = AdaptedModel(directory, recompute=recompute)
+    model, plain, matrices, transposed, files = ours.model, ours.plain, ours.matrices, ours.transposed, ours.files
+    if experts:
+        model.transformer.set_experts_implementation(experts)
+    with torch.no_grad():
+        for name, product in products(matrices, plain, transposed).items():
+            plain.get_parameter(name).add_(product)
+    log_probs_TV, gradients = row_pass(model)
+    wanted_TV, of_weights = plain_pass(plain)
+    wanted = dict(_of_matrices(matrices, of_weights, transposed))
+    merged = files.with_name(f"{files.name}, merged")
+    plain.save_pretrained(merged)
+    exported, saved = ours.exported(), files_of(merged)
+    assert exported.keys() == saved.keys() or dist.get_rank()  # of transformers the first rank alone writes
+    return {
+        "log_probs": float((log_probs_TV - wanted_TV).abs().max()),
+        "trained": sorted(set(gradients) ^ set(wanted)),
+        "gradients": gap(gradients, {name: grad * dist.get_world_size() for name, grad in wanted.items()}),
+        "export": max((float((exported[name] - tensor).abs().max()) for name, tensor in saved.items()), default=0.0),
+        "dtypes": [name for name, tensor in saved.items() if exported[name].dtype != tensor.dtype],
+        "adapters": different(dict(ours.adapters.export()), load_file(files / "adapter_model.safetensors")),
+        "not counted": ours.not_counted(directory),
+    }
+
+
+def _of_matrices(
+    matrices: Mapping[str, tuple[Tensor, Tensor]], of_weights: Mapping[str, Tensor], transposed: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients of A and B, expert by expert, from those of the merged weights."""
+    for name, (a, b) in matrices.items():
+        layer, _, weight = name.rpartition(".")
+        gradient = of_weights[name]
+        if gradient.dim() == 2:
+            yield f"{layer}.lora_A", LORA.scale * b.T @ gradient
+            yield f"{layer}.lora_B", LORA.scale * gradient @ a.T
+            continue
+        each = [
+            (*of_expert(number, len(gradient), a, b), of_one.T if transposed else of_one)
+            for number, of_one in enumerate(gradient)
+        ]
+        yield f"{layer}.lora_A.{weight}", torch.stack([LORA.scale * b.T @ of_one for _, b, of_one in each])
+        yield f"{layer}.lora_B.{weight}", torch.stack([LORA.scale * of_one @ a.T for a, _, of_one in each])
+
+
 def main(directories: Sequence[Path], out: Path) -> None:
     """Measure each family on this rank, with and without recomputation."""
     torch.set_num_threads(1)
@@ -114,7 +251,9 @@ def _measured(directories: Sequence[Path], out: Path) -> Iterator[tuple[str, Any
         model, result = measured(directory, recompute=True)
         part = {name: tensor.contiguous() for name, tensor in model.export_part(dist.get_world_size())}
         _write_part(part, out / directory.name, directory)
-        yield directory.name, {**result, "sent": list(part)}
+        has_experts = any(name.endswith(OF_EXPERTS) for name, _ in model.transformer.named_parameters())
+        of_adapters = {"adapted": adapted(directory, recompute=True)} if has_experts else {}
+        yield directory.name, {**result, **of_adapters, "sent": list(part)}
 
 
 def _write_part(part: dict[str, Tensor], directory: Path, model_dir: Path) -> None:

@@ -33,6 +33,7 @@ SAVED = STEPS[1]
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, beta2=0.99, eps=1e-4)
 MOVING = KLConfig(coef=0.1, reference_ema=0.5)
 LORA = LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))
+OF_EXPERTS = LoraConfig(rank=3, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
 CRITIC = CriticConfig(optimizer=replace(OPTIMIZER, lr=1e-2))
 BASE = LearnerConfig(steps=10, optimizer=OPTIMIZER)
 
@@ -66,6 +67,14 @@ KINDS = {
     "offload": Kind(learner=replace(BASE, offload_optimizer=True)),
     "recompute": Kind(learner=replace(BASE, recompute="full")),
     "lora": Kind(learner=replace(BASE, lora=LORA, algorithm=algorithm_of(kl=KLConfig(coef=0.1)))),
+    "lora of experts": Kind(
+        learner=replace(BASE, lora=OF_EXPERTS, recompute="full", algorithm=algorithm_of(kl=KLConfig(coef=0.1))),
+        family="gpt_oss",
+        minibatches=2,
+    ),
+    "lora of experts, muon": Kind(
+        learner=replace(BASE, lora=OF_EXPERTS, optimizer=replace(OPTIMIZER, name="muon")), family="gpt_oss"
+    ),
     "frozen": Kind(learner=replace(BASE, optimizer=replace(OPTIMIZER, freeze=("embed_tokens", "mlp")))),
     "experts, replayed": Kind(
         learner=replace(BASE, routing_replay="old", algorithm=algorithm_of(correction="decoupled")),
@@ -94,6 +103,7 @@ OFTEN = (
     "muon of experts",
     "offload",
     "lora",
+    "lora of experts",
     "experts, replayed, recompute",
     "experts, given",
     "bfloat16",

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, take_over
 from tests.bus_fixtures import BusOpener
+from tests.web_server import web_server
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -99,10 +100,5 @@ async def teacher_of(engine_url: str, broken: asyncio.Event) -> AsyncIterator[st
 
     application = web.Application()
     application.router.add_post("/generate", answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with web_server(application, shutdown_timeout=0.1) as url:
+        yield url

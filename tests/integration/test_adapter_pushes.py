@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.adapters import adapter, settings, weights_of, with_adapter
-from tests.integration.test_weightstore_peer_snapshots import bus_url, engine, rows, until  # noqa: F401
+from tests.integration.test_weightstore_peer_snapshots import engine, rows, until
 from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, receivers, state
 from tests.receiver_app import digest
 from tests.tiny_models import write_tiny_model
@@ -113,7 +113,7 @@ def log_probs(model_dir: Path, weights: Mapping[str, Tensor], tokens: Tensor) ->
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("transport", ["broadcast", "handles"])
 async def test_engines_receive_the_adapter_alone_and_others_merged_weights(
-    bus_url: str,  # noqa: F811
+    bus_url: str,
     run_id: str,
     tmp_path: Path,
     transport: str,
@@ -138,7 +138,7 @@ async def test_engines_receive_the_adapter_alone_and_others_merged_weights(
                 assert adds[0].updates.standby is None, "an adapter needs no second copy of the weights"
 
 
-async def test_an_adapter_has_a_part_of_the_bytes(bus_url: str, run_id: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_an_adapter_has_a_part_of_the_bytes(bus_url: str, run_id: str, tmp_path: Path) -> None:
     model_dir = write_tiny_model(tmp_path / "model")
     base = weights_of(model_dir)
     with publishing(bus_url, run_id, tmp_path / "snapshots", model_dir) as publisher:
@@ -150,7 +150,7 @@ async def test_an_adapter_has_a_part_of_the_bytes(bus_url: str, run_id: str, tmp
 
 
 async def test_an_engine_that_joins_late_and_one_that_restarts_load_the_adapter_of_the_head(
-    bus_url: str,  # noqa: F811
+    bus_url: str,
     run_id: str,
     tmp_path: Path,
 ) -> None:
@@ -172,7 +172,7 @@ async def test_an_engine_that_joins_late_and_one_that_restarts_load_the_adapter_
 
 
 async def test_an_engine_with_other_weights_gets_the_base_once(
-    bus_url: str,  # noqa: F811
+    bus_url: str,
     run_id: str,
     tmp_path: Path,
 ) -> None:
@@ -200,7 +200,7 @@ async def test_an_engine_with_other_weights_gets_the_base_once(
                 assert await same(peer[0], merged(base, 4))
 
 
-async def test_a_next_learner_pushes_adapters_on(bus_url: str, run_id: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_a_next_learner_pushes_adapters_on(bus_url: str, run_id: str, tmp_path: Path) -> None:
     model_dir, snapshots = write_tiny_model(tmp_path / "model"), tmp_path / "snapshots"
     base = weights_of(model_dir)
     async with engine(bus_url, run_id, model_dir, "adds") as adds:
@@ -222,7 +222,7 @@ async def opened(bus: str, run: str, model_dir: Path) -> AsyncIterator[BuiltinEn
 
 
 async def test_an_adapter_of_other_weights_is_refused(
-    bus_url: str,  # noqa: F811
+    bus_url: str,
     run_id: str,
     tmp_path: Path,
 ) -> None:

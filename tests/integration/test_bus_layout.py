@@ -62,7 +62,7 @@ async def test_another_setting_than_the_servers_is_named(
 
 async def test_a_stream_larger_than_the_disk_is_refused_with_the_remedy(open_bus: BusOpener) -> None:
     async with open_bus(layout=False, samples_max_bytes=10**18) as bus:
-        with pytest.raises(NoRoom, match=r"bus\.samples_max_bytes"):
+        with refusal(NoRoom, setting="bus.samples_max_bytes"):
             await bus.create_layout()
 
 

@@ -1,6 +1,8 @@
 """The embedded nats-server: ready at once, on the same port again, ends with its parent, never two on one store."""
 
+import errno
 import os
+import re
 import select
 import signal
 import socket
@@ -28,7 +30,7 @@ def test_it_keeps_its_port_over_kills(tmp_path: Path) -> None:
         for _ in range(2):
             server.kill()
             assert not server.running
-            with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            with socket.socket() as stranger, refusal(OSError, errno=errno.EADDRINUSE):
                 stranger.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
             assert server.start() == url
         assert server.start() == url, "starting a running one does nothing"
@@ -103,7 +105,7 @@ def test_it_is_started_in_any_thread_and_ends_with_it(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_a_clear_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = EmbeddedServer(tmp_path, BusConfig(port=taken.getsockname()[1]))
-        with pytest.raises(ServerFailed, match=r"ended with \d+ while starting[\s\S]*address already in use"):
+        with refusal(ServerFailed, log_tail=re.compile("address already in use")):
             server.start()
 
 
@@ -131,21 +133,21 @@ def test_a_port_that_others_know_is_not_given_up(tmp_path: Path) -> None:
         server.stop()
         with (
             socket.create_server(("127.0.0.1", int(url.rsplit(":", 1)[1]))),
-            pytest.raises(ServerFailed, match=r"cannot listen at .*in use"),
+            refusal(ServerFailed, reason=re.compile(rf"\[Errno {errno.EADDRINUSE}\]"), log_tail=""),
         ):
             server.start()
         assert server.start() == url
 
 
 def test_an_address_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ServerFailed, match=r"cannot listen at nowhere\.invalid:0"):
+    with refusal(ServerFailed, reason=re.compile(r"\bnowhere\.invalid:0: \[Errno"), log_tail=""):
         EmbeddedServer(tmp_path, BusConfig(host="nowhere.invalid", insecure=True)).start()
 
 
 def test_two_never_run_on_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tidemill.bus.server.nats_server._STOP_S", 0.1)
     with EmbeddedServer(tmp_path, BusConfig()) as first:
-        with pytest.raises(ServerFailed, match="another one is running on"):
+        with refusal(ServerFailed, reason=re.compile(rf"{tmp_path}$")):
             EmbeddedServer(tmp_path, BusConfig()).start()
         assert first.running
 
@@ -176,7 +178,7 @@ def test_a_directory_may_have_any_name(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["two\nlines", "tab\t", "\x7f", "\udce9"])
 def test_a_name_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
-    with pytest.raises(Unquotable, match="want a name without control characters, in UTF-8, got '") as refused:
+    with refusal(Unquotable, text=str(tmp_path / name)) as refused:
         EmbeddedServer(tmp_path / name, BusConfig()).start()
     assert refused.value.exit_code == exit_codes.CONFIG
     for setting in ("tls_cert", "tls_key", "tls_ca"):

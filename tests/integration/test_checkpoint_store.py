@@ -127,7 +127,11 @@ async def test_files_without_their_manifest_do_not_count(
         flaky.fails = staticmethod(lambda verb, path: verb == "write" and path.endswith(MANIFEST))
         await uploads(bus, tmp_path).look()
         assert not (await uploaded(bus))[0].whole
-        with pytest.raises(NoCheckpoint, match="neither a living node nor the store has"):
+        with refusal(
+            NoCheckpoint,
+            directory=re.compile(re.escape(f"{tmp_path / 'empty'}, ")),
+            reason=re.compile(r"\bmanifest\.json\b"),
+        ):
             await copies(bus, tmp_path / "empty").whole(row(tmp_path))
         fail(flaky)
         await uploads(bus, tmp_path).look()
@@ -414,7 +418,7 @@ async def test_a_store_that_hangs_is_reported(
             async with asyncio.timeout(LIMIT_S):
                 await waits.claim(is_new=False)
                 assert await waits.whole(row(tmp_path)) == tmp_path / NEWEST and waits.waits_for == ""
-                with pytest.raises(StoreFailed, match="no answer for 0 s"):
+                with refusal(StoreFailed, reason=re.compile(r"\b0 s$")):
                     await waits.claim(is_new=True)
             hanging = Uploads(bus, tmp_path, ObjectStore(URL, RUN), keep=2, silence_s=0.01)
             async with beside(hanging.run()):
@@ -457,11 +461,9 @@ async def test_a_store_that_has_lost_its_owner_is_not_claimed_again(
         saved, there = row(root), dict(flaky.store)
         flaky.store.clear()
         shutil.rmtree(root / NEWEST)
-        with pytest.raises(
-            StoreFailed, match=r"has lost its owner.json: the row stored.0 names checkpoints in it; is it mounted\?"
-        ):
+        with refusal(StoreFailed, reason=re.compile(r"\bowner\.json: .*\bstored\.0\b")):
             await copies(bus, root).claim(is_new=True)
-        with pytest.raises(StoreFailed, match=r"has no owner\.json"):
+        with refusal(StoreFailed, reason=re.compile(r"\bowner\.json\b")):
             await copies(bus, root).whole(saved)
         for node in (0, 1):
             for _ in range(2):

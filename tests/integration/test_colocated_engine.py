@@ -18,6 +18,7 @@ from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_engine_process import greedy
 from tests.tiny_models import write_tiny_model
+from tests.waits import until
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
@@ -209,11 +210,14 @@ async def test_when_the_learner_dies_in_its_turn_the_engine_serves_again_and_not
                     assert await do(publisher.release) == ("e1",)
                     asked = asyncio.create_task(greedy(url))
                 beats: set[int] = set()
-                while len(beats) < 4:  # several heartbeats of the engine, each many times the grace
+
+                async def several_heartbeats() -> bool:  # of the engine, each many times the grace
                     found = await bus.rows("live").get("engine.e1")
                     assert found is not None and not asked.done()
                     beats.add(found[1])
-                    await asyncio.sleep(0.1)
+                    return len(beats) >= 4
+
+                await until(several_heartbeats)
                 raise Died
         assert await asked == first
         assert (await served(bus))["version"] == 0

@@ -5,6 +5,7 @@ in one line.
 import asyncio
 import json
 import os
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from tests.integration.megatron_sharding import take as take_step
 from tests.integration.test_lora_run import assert_merged
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
+from tests.refusals import refusal
 from tests.tiny_models import write_tiny_model
 from tests.waits import until
 from tidemill.bus.config import BusConfig
@@ -111,7 +113,7 @@ def test_a_checkpoint_of_two_ranks_is_the_model_that_they_had(
         disk.verify(tmp_path / "back")
         assert state.load_weights(tmp_path / "back", policy=policy, optimizer=optimizer) == 0
         assert policy.digest() == digest
-        with pytest.raises(ConfigRefused, match=r"want a checkpoint with the optimizer's state.*got 'weights alone"):
+        with refusal(ConfigRefused, field=str(tmp_path / "back"), got=re.compile("^weights alone")):
             state.load(tmp_path / "back", policy=policy, optimizer=optimizer)
 
 

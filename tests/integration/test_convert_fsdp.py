@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.examples import THOROUGH
-from tests.integration.fsdp_state_ranks import BASE, LORA, SAVED, STEPS, Kind, opened, trained, write_model
+from tests.integration.fsdp_state_ranks import BASE, LORA, OF_EXPERTS, SAVED, STEPS, Kind, opened, trained, write_model
 from tests.integration.test_convert import assert_equal, committed, weights
 from tests.learner_steps import run_ranks
 from tests.megatron_world import joined, one_rank
@@ -24,7 +24,14 @@ KINDS = {
     "qwen3, bfloat16, adapters": Kind(learner=replace(BASE, lora=LORA), dtype="bfloat16"),
     "qwen3_moe": Kind(learner=replace(BASE, backend="fsdp"), family="qwen3_moe"),
     "olmo3, bfloat16": Kind(learner=BASE, family="olmo3", dtype="bfloat16"),
-    **({"lfm2": Kind(learner=BASE, family="lfm2")} if THOROUGH else {}),
+    **(
+        {
+            "lfm2": Kind(learner=BASE, family="lfm2"),
+            "gpt_oss, adapters of experts": Kind(learner=replace(BASE, lora=OF_EXPERTS), family="gpt_oss"),
+        }
+        if THOROUGH
+        else {}
+    ),
 }
 
 

@@ -105,7 +105,7 @@ async def test_a_run_that_has_ended_goes_on_with_more_passes(open_world: OpenWor
 async def test_passes_without_a_group_to_train_are_an_error(open_world: OpenWorld) -> None:
     async with open_world(steps=100, num_epochs=1, filter_zero_variance=True) as world:
         async with (
-            world.actors(lambda task, index: replace(world._respond(task, index), reward=1.0)),
+            world.actors(lambda task, index: replace(world.respond(task, index), reward=1.0)),
             world.feeder() as (url, feeding),
         ):
             with refusal(FeederFailed, place="learner.num_epochs", got="none (tasks: 7 filtered)"):

@@ -163,13 +163,17 @@ async def test_a_rank_that_breaks_the_rules_ends_the_feeder(message: bytes) -> N
         assert caught.group_contains(FeedError)
 
 
+def failing_with(rank: int, reason: str) -> pytest.RaisesGroup[RankFailed]:
+    failed = pytest.RaisesExc(RankFailed, check=lambda error: (error.rank, error.reason) == (rank, reason))
+    return pytest.RaisesGroup(failed, flatten_subgroups=True)
+
+
 async def test_a_rank_that_fails_before_its_handshake_ends_the_feeder_with_its_reason() -> None:
     async with serving() as (server, running):
         with FeedClient(server.url, keys=KEYS, rank=1, dp_rank=0, dp_size=1) as client:
             client.failed("no such model")
-            with pytest.raises(ExceptionGroup) as caught:
+            with failing_with(1, "no such model"):
                 await asyncio.wait_for(running, LIMIT_S)
-        assert caught.group_contains(RankFailed, match="rank 1: no such model")
 
 
 async def test_the_error_of_a_rank_ends_the_feeder_with_its_reason() -> None:
@@ -181,9 +185,8 @@ async def test_the_error_of_a_rank_ends_the_feeder_with_its_reason() -> None:
     async with serving() as (server, running):
         with pytest.raises(KeyError):
             await asyncio.to_thread(fail, server.url)  # it waits for the handshake, which the feeder makes in this loop
-        with pytest.raises(ExceptionGroup) as caught:
+        with failing_with(1, "KeyError: 'output_layer.weight'"):
             await asyncio.wait_for(running, LIMIT_S)
-        assert caught.group_contains(RankFailed, match=r"rank 1: KeyError: 'output_layer\.weight'")
 
 
 async def test_a_second_rank_of_the_same_number_is_refused_and_the_first_goes_on() -> None:

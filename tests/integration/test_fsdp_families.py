@@ -29,15 +29,18 @@ from tests.families import (
     write_family,
 )
 from tests.integration import fsdp_family_ranks
-from tests.integration.fsdp_family_ranks import gap, measured, row_pass
+from tests.integration.fsdp_family_ranks import LORA, AdaptedModel, adapted, gap, measured, row_pass
 from tests.learner_steps import run_ranks
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.input_scores import Scoring
+from tidemill.actors.serving.builtin.weights import load_from_bucket
+from tidemill.learner.backends.fsdp.lora import add_adapters
 from tidemill.learner.backends.fsdp.model import Place, open_model
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
 from tidemill.learner.backends.fsdp.policy import Replay
 from tidemill.learner.backends.fsdp.self_test import TOLERANCE, Alone, randomize, row_of
+from tidemill.weightstore.format.manifest import Bucket, spec_of
 
 TRIED = list(FAMILIES) if THOROUGH else list(KINDS)
 ROUTED = [name for name, cells in page_rows(PAGE.read_text()).items() if (cells[2], cells[4]) == ("packed", "yes")]
@@ -88,6 +91,74 @@ def test_a_row_is_what_each_sequence_is_alone(name: str, directories: dict[str, 
 def test_two_ranks_sum_the_gradients_of_their_rows(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert_close(rank[name])
+
+
+def assert_adapted(result: dict[str, Any]) -> None:
+    assert result["log_probs"] < LOG_PROBS
+    assert result["gradients"] < GRADIENTS
+    assert result["export"] < 1e-6
+    assert (result["trained"], result["dtypes"], result["adapters"], result["not counted"]) == ([], [], [], 0)
+
+
+@pytest.mark.parametrize("name", [name for name in TRIED if page_rows(PAGE.read_text())[name][4]])
+def test_adapters_of_experts_are_the_merged_weights(name: str, ranks: list[dict[str, Any]]) -> None:
+    """On two ranks, in passes and gradients, in the export, and in files as PEFT has them, which the model begins
+    with.
+    """
+    for rank in ranks:
+        assert_adapted(rank[name]["adapted"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.usefixtures("place")
+def test_adapters_are_in_every_implementation_of_experts(name: str, experts: str, tmp_path: Path) -> None:
+    assert_adapted(adapted(write_family(tmp_path / name, name), experts=experts))
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_no_sum_of_weights_and_adapters_is_kept_for_the_backward_pass(experts: str, tmp_path: Path) -> None:
+    """Of the size of the experts of a layer only their own weights are."""
+    model = plain_model(write_family(tmp_path, "qwen3_moe"))
+    add_adapters(model, config=replace(LORA, targets=("experts.gate_up_proj", "experts.down_proj")))
+    model.set_experts_implementation(experts)
+    randomize(model)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    size = min(weight.numel() for name, weight in model.named_parameters() if name.endswith("experts.down_proj"))
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=sequences()[0][None], use_cache=False).logits.sum().backward()
+    large = [tensor for tensor in kept if tensor.untyped_storage().nbytes() >= size * tensor.element_size()]
+    assert large and all(tensor.untyped_storage().data_ptr() in weights for tensor in large)
+    assert all((weight.grad is not None) is (".lora_" in name) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.usefixtures("place")
+def test_an_engine_computes_with_pushed_adapters_of_experts(name: str, tmp_path: Path) -> None:
+    """The decoder, and the runner of transformers, receive merged weights by the names of the files."""
+    directory = write_family(tmp_path / name, name)
+    ours, tokens = AdaptedModel(directory), sequences()[LENGTHS.index(max(LENGTHS))]
+    wanted_TV, _ = row_pass(ours.model)
+    first = sum(LENGTHS[: LENGTHS.index(max(LENGTHS))])
+    wanted = wanted_TV[first : first + len(tokens) - 1].gather(1, tokens[1:, None])[:, 0]
+    engine = open_engine(directory, EngineConfig(device="cpu", kv_tokens=64))
+    scoring = Scoring(tokens=tokens.numpy().astype(np.int32), start=0, temperature=1.0, top_k=0)
+    (before,) = engine.runner.scores([scoring], 0)
+    pushed = engine.weights.empty_copy(())
+    for name_in_file, tensor in ours.exported().items():
+        spec, message = spec_of(name_in_file, tensor), tensor.contiguous().flatten().view(torch.uint8)
+        load_from_bucket(pushed, Bucket(specs=(spec,), num_bytes=len(message)), message)
+    pushed.finalize()
+    engine.runner.weights = pushed
+    (scores,) = engine.runner.scores([scoring], 1)
+    np.testing.assert_allclose(scores.log_probs_P, wanted, atol=LOG_PROBS, rtol=0)
+    assert np.abs(scores.log_probs_P - before.log_probs_P).max() > 0.05
 
 
 @pytest.mark.parametrize("name", TRIED)

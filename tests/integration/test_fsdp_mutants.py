@@ -26,6 +26,7 @@ class Trap(NamedTuple):
 
 
 ALONE = "test_fsdp_families.py::test_a_row_is_what_each_sequence_is_alone"
+OF_EXPERTS = "test_fsdp_families.py::test_adapters_are_in_every_implementation_of_experts"
 TRAPS = {
     "masks that a family makes without the positions of the row": Trap(
         (("opening", '{"attn_implementation": PACKED} if packed else {}', "{}"), BLIND), (f"{ALONE}[gpt_oss]",)
@@ -84,6 +85,14 @@ TRAPS = {
     "a self-test without gradients": Trap(
         (("self_test", ".abs().max()), *gaps)", ".abs().max()), 0.0)"),),
         ("test_fsdp_model.py::test_a_family_with_other_gradients_in_packed_rows_is_padded",),
+    ),
+    "adapters of experts in the place of a weight that is not transposed": Trap(
+        (("lora", "left, right = right.mT, left.mT", "pass"),),
+        (f"{OF_EXPERTS}[eager-gpt_oss]", f"{OF_EXPERTS}[grouped_mm-gpt_oss]"),
+    ),
+    "adapters of experts behind the parameters": Trap(
+        (("lora", "self.__dict__.update(weights)", "pass"), ("lora", "del self.__dict__[name]", "pass")),
+        (f"{OF_EXPERTS}[batched_mm-qwen3_moe]",),
     ),
     "gradients that stay between steps": Trap(
         (("optimizer", "finally:\n            self.zero_grad()", "finally:\n            pass"),),

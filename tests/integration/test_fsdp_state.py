@@ -15,6 +15,7 @@ from tests.integration.fsdp_state_ranks import (
     BASE,
     KINDS,
     LORA,
+    OF_EXPERTS,
     OPTIMIZER,
     OTHER_FAMILIES,
     SAVED,
@@ -156,6 +157,7 @@ def test_adapters_are_those_of_megatron(world: World, here: Parallel, tmp_path: 
         ("qwen3", {"optimizer": replace(OPTIMIZER, freeze=("",))}, "learner.optimizer.freeze"),
         ("qwen3", {"routing_replay": "old"}, "learner.routing_replay"),
         ("lfm2", {"lora": LORA}, "learner.lora.targets"),
+        ("qwen3", {"lora": OF_EXPERTS}, "learner.lora.targets"),
     ],
 )
 def test_settings_that_a_model_cannot_have_are_refused(

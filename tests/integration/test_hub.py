@@ -13,7 +13,7 @@ from tests import hub_kit
 from tests.check_kit import write_model
 from tests.hub_kit import Hub
 from tidemill.launch.hub import repository
-from tidemill.launch.hub.selection import HubRefused
+from tidemill.launch.hub.errors import HubRefused
 from tidemill.launch.settings.hub_names import DATASET, MODEL, MODEL_PATH, HubName, parse
 from tidemill.learner.prompts.formats import read_values
 

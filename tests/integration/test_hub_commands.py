@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from huggingface_hub import close_session, constants
 from tests import hub_kit
 from tests.check_kit import write_model, write_prompts
 from tests.hub_kit import Hub
+from tests.refusals import refusal
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
@@ -101,7 +103,7 @@ def test_a_resumed_run_keeps_its_commit(hub: Hub, config: Path) -> None:
     args = arguments(config)
     assert to_map(with_fetched(args, loaded_config(args), began)[0].config) == began
     args = arguments(config, f"model.path=org/tiny@{other}")
-    with pytest.raises(CheckFailed, match=f"want org/tiny@{first}, with which the run began"):
+    with refusal(CheckFailed, got=re.compile("^org/tiny@")):
         with_fetched(args, loaded_config(args), began)
     args = arguments(config)
     assert with_fetched(args, loaded_config(args))[0].config.model.path.endswith(other)

@@ -40,7 +40,7 @@ from tidemill.weightstore.store.registry import VersionRegistry
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return cli._parser().parse_args([*words])
+    return cli.command_parser().parse_args([*words])
 
 
 class Scene:
@@ -375,10 +375,10 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
         with refusal(ValueError, place="--since"):
             await replay_run(bus, arguments("replay", "-o", str(part), "--since", "soon"))
         assert not part.exists()
-        with pytest.raises(ValueError, match="want a new file"):
+        with refusal(ValueError, place="--out", got=re.compile(rf"^{file}: ")):
             await replay_run(bus, arguments("replay", "-o", str(file)))
         for name in ("all.parquet", "all.csv", "all"):
-            with pytest.raises(ValueError, match=r"want a file NAME\.tide .* or NAME\.jsonl"):
+            with refusal(ValueError, place="--out", got=str(tmp_path / name)):
                 await replay_run(bus, arguments("replay", "-o", str(tmp_path / name)))
             assert not (tmp_path / name).exists()
         there = [stored async for stored in History(bus.jet).payloads(1, 99)]
@@ -444,7 +444,7 @@ async def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(open_bus: 
     cut = Recording.open(file)
     assert [stored.seq for stored in cut] == [1, 2, 3, 4, 5]
     assert cut.cut
-    with pytest.raises(ValueError, match="it was cut off"):
+    with refusal(ValueError, place=re.compile(r"/all\.tide$")):
         cut.index()
     cut.close()
     file.write_bytes(b"something else entirely")

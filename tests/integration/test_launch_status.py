@@ -177,6 +177,18 @@ async def test_status_names_the_releases_of_processes_while_they_differ(open_bus
         assert f"{release()}: actor a; 0.0.1: engine e" in shown.getvalue()
 
 
+async def test_status_shows_the_room_for_keys_and_values_of_engines_that_report_it(open_bus: BusOpener) -> None:
+    row = LiveRow(role="engine", id="e", host="h", pid=1, phase="serving")
+    load = {"kv_blocks_used": 32.0, "kv_blocks_free": 96.0, "preemptions": 3.0}
+    async with open_bus() as bus:
+        for reported, wanted in (({}, ""), (load, "25 % of 2,048 tokens, 3 preempted")):
+            shown = io.StringIO()
+            async with HeartbeatPublisher(bus, replace(row, load=reported)) as heartbeat:
+                await heartbeat.stored()
+                print_status(Console(file=shown, width=200), await read_status(bus))
+            assert wanted in shown.getvalue() and ("keys and values" in shown.getvalue()) is bool(wanted)
+
+
 async def test_status_names_rollouts_that_no_actor_serves(open_bus: BusOpener) -> None:
     """An actor with a row that does not tell is taken for one that serves all of them."""
     async with open_bus(rollouts=("calc", "walk")) as bus:

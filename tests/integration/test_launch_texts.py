@@ -28,7 +28,7 @@ async def evaluate(bus: Bus, version: int, mark: Any = None) -> None:
 
 async def shown(bus: Bus, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     capsys.readouterr()
-    code = await show_texts(bus, cli._parser().parse_args(["texts", *words]))
+    code = await show_texts(bus, cli.command_parser().parse_args(["texts", *words]))
     return code, capsys.readouterr().out
 
 

@@ -191,12 +191,12 @@ async def test_processes_not_drained_in_time_are_named(tmp_path: Path) -> None:
     sets = [f"directory={tmp_path}/run", "run=r", f"model.path={tmp_path}", f"data.path={tmp_path}/prompts.jsonl"]
     run = Up(load([], sets).config, Console(file=io.StringIO()), resume=False)
     work = asyncio.create_task(run.run(asyncio.Event()))
-    await until(lambda: "bus" in run._supervisor.running)
+    await until(lambda: "bus" in run.supervisor.running)
     work.cancel()  # as at the second SIGTERM, and at the deadline
     with pytest.raises(asyncio.CancelledError):
         await work
     assert run.failure == "not drained in time; still running: bus"
-    assert run._supervisor.running == {}
+    assert run.supervisor.running == {}
 
 
 @pytest.mark.parametrize("given_up", [False, True])

@@ -61,7 +61,7 @@ async def test_a_task_is_judged_when_everything_stored_before_its_ack_is_read(op
         await bus.dead.store(Dead(task=dead.task.id, reason="it fails", attempts=3, actor="a", prompt=""))
         for lease in (done, dead, empty):
             assert await lease.ack()
-        await until(lambda: lost._num_waiting == 1)
+        await until(lambda: lost.num_waiting == 1)
         assert not found.is_set() and len(source.incomplete()) == 3, "its samples are stored, and not read yet"
         for index, seq in enumerate(seqs):
             source.add(index_of(seq, data_kit.sample(done.task, index)), 0.0)

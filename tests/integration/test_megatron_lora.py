@@ -50,7 +50,6 @@ from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.model_files import tensors_in
-from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.optimizer import TARGETS, LoraConfig, Tuning, adapter_refusals
 from tidemill.learner.trainer.backups import OtherWeights, initial_weights, reference_weights
 from tidemill.learner.trainer.exports import write_adapter
@@ -394,6 +393,16 @@ def test_adapter_directories_that_do_not_fit_are_refused(here: Any, model_dir: P
     config = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(config | {"use_dora": True}))
     assert "use_dora: want False" in str(adapter_refusals(fits)[0])
+    of_experts = {"target_parameters": ["mlp.experts.down_proj"], "peft_version": "0.18.1"}
+    (tmp_path / CONFIG).write_text(json.dumps(config | of_experts))
+    version, targets = map(str, adapter_refusals(fits))
+    assert "peft_version: want 0.19 or newer" in version and "learner.lora.targets" in targets
+    new = config | of_experts | {"peft_version": "0.19.0"}
+    (tmp_path / CONFIG).write_text(json.dumps(new))
+    assert adapter_refusals(replace(fits, targets=(*SOME.targets, "experts.down_proj"))) == []
+    assert replace(SOME, targets=(*SOME.targets, "experts.down_proj")).peft(str(model_dir.resolve())) == new | {
+        "target_parameters": ["experts.down_proj"]
+    }
     assert "adapter_config.json" in str(adapter_refusals(replace(fits, adapter=str(tmp_path / "nothing")))[0])
     tensors = load_file(tmp_path / WEIGHTS)
     name = next(iter(tensors))
@@ -426,7 +435,7 @@ def test_the_check_knows_the_layers_that_have_adapters(
     found = {}
     tensors = tensors_in(model_dir)
     for targets in (EXISTING[family], TARGETS):
-        found[targets] = set(adapter_tensors(tensors, LearnerConfig(lora=LoraConfig(rank=2, targets=targets))))
+        found[targets] = set(adapter_tensors(tensors, LoraConfig(rank=2, targets=targets)))
     assert found[TARGETS] == found[EXISTING[family]]
     policy = lora_policy(model_dir, here, LoraConfig(rank=2, targets=EXISTING[family]), filled=False)
     assert policy.adapters is not None

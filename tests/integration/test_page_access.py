@@ -48,7 +48,7 @@ TOKENS = {  # (arguments, address of the bus): whether a viewer, and an operator
 
 def test_a_token_is_made_where_another_machine_or_another_user_could_look() -> None:
     for (words, line), needed in TOKENS.items():
-        args = cli._parser(("dashboard",)).parse_args(["dashboard", "--bus", "nats://h:1", *words.split()])
+        args = cli.command_parser(("dashboard",)).parse_args(["dashboard", "--bus", "nats://h:1", *words.split()])
         args.viewer_token = args.operator_token = ""
         access = access_of(args, line)
         assert (bool(access.token), bool(access.operator)) == needed, words

@@ -13,12 +13,13 @@ import pytest
 
 from tests.bus_fixtures import BusOpener
 from tests.page_kit import HOSTILE, SHOWN, Run, page_of, routes_of
+from tests.refusals import refusal
 from tests.waits import LIMIT_S, until
 from tidemill.bus.errors import StreamReplaced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
-from tidemill.bus.wire.messages import Evaluated, Status
+from tidemill.bus.wire.messages import Done, Evaluated, Status
 from tidemill.bus.wire.trained_values import TrainedStep
 from tidemill.launch.cli import main as cli
 from tidemill.launch.cli.tail import tail
@@ -156,7 +157,7 @@ async def test_hostile_samples_are_text_with_visible_escapes_and_cut(open_bus: B
 
 
 def arguments(*words: str) -> Any:
-    return cli._parser(("tail",)).parse_args(["tail", "--last", "100", *words])
+    return cli.command_parser(("tail",)).parse_args(["tail", "--last", "100", *words])
 
 
 FILTERS = ("reward=<0.5", "reward=1", "tokens=4..5", "status=truncated status=completed", "kind=eval", "task=2.1")
@@ -349,7 +350,7 @@ async def test_a_page_ends_when_another_run_takes_the_name(open_bus: BusOpener) 
         await reader.looked.wait()
         assert await bus.js.delete_stream(subjects.stream(bus.run, subjects.SAMPLES))
         await bus.create_layout()
-        with pytest.raises(StreamReplaced, match="samples of"):
+        with refusal(StreamReplaced, stream=f"samples of {bus.run}"):
             await reading
 
 
@@ -360,7 +361,7 @@ async def test_other_runs_are_drawn_over_this_one(
     lines = ['{"step": 1, "epoch": 1, "train/loss": 3.0, "text": "x", "list": [1]}', "{cut", '{"step": "x"}', "[]"]
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "train/loss": 1.0}']))
-    with pytest.raises(ValueError, match="--compare"):
+    with refusal(ValueError, place="--compare", got=str(tmp_path)):
         ComparedRuns("", "r", [tmp_path])
     async with open_bus(run="another") as other, open_bus() as bus:
         another = await Run(other).begin()
@@ -384,6 +385,19 @@ async def test_other_runs_are_drawn_over_this_one(
             monkeypatch.setattr(page_compared, "READ_S", 0.0)
             late = await page.request("GET", "/api/series?run=another")
             assert (late.status, "in time" in late.json["error"]) == (503, True)
+
+
+async def test_the_curves_of_a_shadow_are_drawn_over_those_of_its_run(open_bus: BusOpener) -> None:
+    async with open_bus() as bus, open_bus(run=f"{bus.run}-cispo", layout=False) as shadow:
+        await shadow.create_layout(shadow=True)
+        await (await Run(bus).begin()).done(1, train__loss=5.0)
+        await shadow.plans.fence(1)
+        await shadow.plans.append(Done(epoch=1, step=1, metrics={"train/loss": 7.0}))
+        async with page_of(bus) as page:
+            await page.until("run", lambda answer: answer["step"] == 1)
+            assert [run["name"] for run in (await page.get("runs"))["runs"]] == [bus.run, shadow.run]
+            for name, points in ((bus.run, [[1, 5.0]]), (shadow.run, [[1, 7.0]])):
+                assert (await page.get("series", run=name))["series"]["train/loss"] == points
 
 
 async def test_broken_utf8_and_odd_queries_never_get_a_500(open_bus: BusOpener) -> None:

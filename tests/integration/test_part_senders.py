@@ -18,9 +18,11 @@ from tests.integration.test_weightstore_publisher import state
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
 from tests.waits import until
+from tidemill.learner.settings.optimizer import LoraConfig
 from tidemill.weightstore.store.registry import VersionRegistry
 
 PART = re.compile(r"part of the weights rank=\d+ tensors=(\d+)")
+OF_EXPERTS = LoraConfig(rank=2, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
 MIXTURE = {"family": "qwen3_moe", "num_hidden_layers": 4}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
     "tp2, adapters": ({"tensor_parallel": 2, "lora": LORA}, {}, {}, 1),
@@ -30,6 +32,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
     "fsdp on 2": ({"backend": "fsdp", "data_parallel": 2}, {}, {"verify": "always"}, 2),
     "fsdp, 2 copies": ({"backend": "fsdp", "data_parallel": 2, "fsdp_replicas": 2}, {}, {"verify": "always"}, 1),
     "fsdp on 2, adapters": ({"backend": "fsdp", "data_parallel": 2, "lora": LORA}, {}, {}, 1),
+    "fsdp on 2, adapters of experts": ({"data_parallel": 2, "lora": OF_EXPERTS}, MIXTURE, {"verify": "always"}, 2),
     "tp2 x pp2": (
         {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True},
         {"num_hidden_layers": 4},
@@ -38,7 +41,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
     ),
 }
 """Settings of the learner, of the model and of the pushes, and ranks that send."""
-SLOW = ("pp2", "tp2, one sender", "tp2 x pp2", "fsdp, 2 copies", "fsdp on 2, adapters")
+SLOW = (
+    "pp2",
+    "tp2, one sender",
+    "tp2 x pp2",
+    "fsdp, 2 copies",
+    "fsdp on 2, adapters",
+    "fsdp on 2, adapters of experts",
+)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +81,8 @@ async def test_ranks_that_share_the_model_push_and_save_what_they_train(
     assert list(parts) == list(range(1, senders))
     assert 0 <= sum(int(part[1]) for part in parts.values()) < len(final)
     assert all(int(part[1]) > 0 for part in parts.values())
-    if "lora" in settings:
+    assert ("merged weights are pushed, not adapters" in logs[0]) is (settings.get("lora") is OF_EXPERTS)
+    if settings.get("lora") is LORA:
         for name in ("final", "models/step-2", "models/step-4"):
             assert_merged(tmp_path / name, tmp_path / "model")
 

@@ -9,12 +9,14 @@ from tests.unit.test_bus_episodes import ints, make_plan
 from tidemill.bus.errors import Refused, UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import encode_dead
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Dead, Done, Plan, Settle
+from tidemill.bus.wire.rows import HistoryRow
 from tidemill.launch.cli.status import read_status
 from tidemill.launch.run.audit import RunAccounting, audit
 from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
-from tidemill.learner.feed.history import LEAST_VERSIONS, compact, forget_letters, read_history
+from tidemill.learner.feed.history import LEAST_VERSIONS, behind_summary, compact, forget_letters, read_history
 from tidemill.weightstore.store.registry import VersionRegistry
 
 KEPT = 100
@@ -33,7 +35,7 @@ class SyntheticRun:
         self.step = self.seq = self.dropped = self.task = self.plan_seq = 0
         self.created = ""
         self.plan_bytes: list[int] = []
-        self._oldest: JsonObject | None = None
+        self.oldest: JsonObject | None = None
 
     async def begin(self) -> None:
         await self.bus.tasks.fence(1)
@@ -89,11 +91,11 @@ class SyntheticRun:
 
     async def _checkpoint(self) -> None:
         """Trim as the learner does, to the checkpoint before, without a window of samples."""
-        if self._oldest is not None:
-            await self.bus.samples.trim(self._oldest["samples"]["floor"] + 1)
-            await self.bus.tasks.trim(self._oldest["tasks"]["floor"] + 1)
-            await compact(self.bus, self._oldest, give_up=self.give_up)
-        self._oldest = {
+        if self.oldest is not None:
+            await self.bus.samples.trim(self.oldest["samples"]["floor"] + 1)
+            await self.bus.tasks.trim(self.oldest["tasks"]["floor"] + 1)
+            await compact(self.bus, self.oldest, give_up=self.give_up)
+        self.oldest = {
             "step": self.step,
             "plan_seq": self.plan_seq,
             "samples": {"created": self.created, "floor": self.seq, "settled": []},
@@ -184,6 +186,40 @@ async def test_an_audit_knows_short_groups_whose_dead_letters_are_removed(open_b
         assert ((await read_history(bus)).letters, (await read_history(bus)).letters_to) == (1, first)
 
 
+async def test_subjects_that_name_no_task_are_removed_with_the_letters_of_settled_ones(open_bus: BusOpener) -> None:
+    """``007`` is no dead letter of task 7, and what an actor stores on ``*`` takes no letter with it."""
+    async with open_bus() as bus:
+        for task in (7, 8):
+            await bus.dead.store(make_dead(task))
+        odd = ("007", "08", "x", "*")
+        for text in odd:
+            subject, headers = subjects.dead(bus.run, "task", text), {subjects.MESSAGE_ID: text}
+            await bus.jet.outbox.store(subject, encode_dead(make_dead(7)), headers)
+        assert await bus.dead.letters() == [7, 8]
+        assert [dead.task async for _, dead in bus.dead.scan()] == [7, 8] and bus.refusals.counts["DEAD"] == len(odd)
+        await bus.dead.trim_letters(8)
+        left = await bus.jet.subjects(subjects.stream(bus.run, subjects.DEAD), subjects.dead(bus.run))
+        assert sorted(left) == [subjects.dead(bus.run, "task", text) for text in ("*", 8)]
+
+
+async def test_records_that_are_removed_while_they_are_read_are_read_again(open_bus: BusOpener) -> None:
+    """Between the summary and the log a learner may remove records that are in neither."""
+    async with open_bus(history_steps=KEPT) as bus:
+        run, readings = SyntheticRun(bus), list[int]()
+        await run.begin()
+
+        async def trained(history: HistoryRow) -> int:
+            if not readings:
+                await run.take(400)
+            start = 1 if history.removed is None else history.removed.seq + 1
+            samples = [len(record.seqs) async for _, record in bus.plans.scan(start) if isinstance(record, Plan)]
+            readings.append(history.trained + sum(samples))
+            return readings[-1]
+
+        assert await behind_summary(bus, trained) == run.step
+        assert readings[0] < run.step and len(readings) == 2
+
+
 async def test_a_log_that_is_almost_full_is_removed_to_the_oldest_checkpoint(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = SyntheticRun(bus)
@@ -194,13 +230,13 @@ async def test_a_log_that_is_almost_full_is_removed_to_the_oldest_checkpoint(ope
         await run.take(2 * EVERY)
         removed = (await read_history(bus)).removed
         assert removed is not None and run.step - removed.step < 4 * EVERY
-        assert run._oldest is not None
-        await bus.samples.trim(run._oldest["samples"]["floor"] + 1)
-        await bus.tasks.trim(run._oldest["tasks"]["floor"] + 1)
+        assert run.oldest is not None
+        await bus.samples.trim(run.oldest["samples"]["floor"] + 1)
+        await bus.tasks.trim(run.oldest["tasks"]["floor"] + 1)
         for _ in range(3):  # the oldest checkpoint may be the same for a while
-            await compact(bus, run._oldest, give_up=True)
+            await compact(bus, run.oldest, give_up=True)
         first = min([record.step async for _, record in bus.plans.scan() if isinstance(record, Plan)])
-        assert removed.step < first <= run._oldest["step"], "a restart from a checkpoint reads its plan"
+        assert removed.step < first <= run.oldest["step"], "a restart from a checkpoint reads its plan"
         versions = [key for key in await bus.rows("weights").keys() if key.startswith("v.")]
         assert len(versions) > LEAST_VERSIONS, "open tasks may name them"
         accounting = await run.audited()

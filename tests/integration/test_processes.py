@@ -162,7 +162,7 @@ async def test_only_a_kill_that_is_not_ours_has_a_cause(by_us: bool, tmp_path: P
     child = Child("sleep", ["sleep", "3600"], tmp_path / "log")
     await child.start()
     ending = asyncio.create_task(child.wait())
-    await until(lambda: child._last_look.rss_bytes)
+    await until(lambda: child.last_look.rss_bytes)
     child.send(signal.SIGKILL) if by_us else os.kill(child.pid, signal.SIGKILL)
     assert await ending == -signal.SIGKILL
     assert child.reason() == "" if by_us else child.reason().startswith("not by Tidemill")
@@ -202,7 +202,7 @@ async def test_a_child_that_the_kernel_kills_for_want_of_memory_is_named_so(tmp_
         child = Child("eater", [sys.executable, "-c", code, str(reader)], tmp_path / "log")
         await child.start(pass_fds=(reader,))
         ending = asyncio.create_task(child.wait())
-        await until(lambda: "tidemill-test" in str(child._last_look.counters))
+        await until(lambda: "tidemill-test" in str(child.last_look.counters))
         os.write(writer, b"go")
         assert await ending == -signal.SIGKILL, child.last_lines()
         os.close(reader), os.close(writer)

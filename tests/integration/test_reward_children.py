@@ -77,8 +77,7 @@ async def test_a_start_that_is_cancelled_twice_leaves_no_process(
     process = await started.get()
     for _ in range(2):
         starting.cancel()
-        for _ in range(5):
-            await turn()
+        await turn(5)
     await asyncio.wait({starting})
     assert starting.cancelled()
     async with asyncio.timeout(LIMIT_S):

@@ -1,6 +1,7 @@
 """The sandbox of programs: the rights of a program, every way to harm that was thought of, and nothing left of any."""
 
 import os
+import re
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import THOROUGH
+from tests.refusals import refusal
 from tidemill.bus.system.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.builtin.code import code
@@ -126,7 +128,7 @@ def test_a_program_that_never_ends_has_a_score_though_many_tests_are_run() -> No
 
 
 def test_an_interpreter_that_does_not_begin_is_no_fault_of_the_response() -> None:
-    with pytest.raises(RewardFailed, match="no sandbox: exit code 1"):
+    with refusal(RewardFailed, reward="code", reason=re.compile(r"\bexit code 1$")):
         run("print(1)", BOUNDS, python="/bin/false")
 
 
@@ -247,11 +249,9 @@ def test_programs_run_beside_each_other() -> None:
 
 def test_a_machine_without_a_sandbox_is_refused_before_the_first_response(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    with pytest.raises(
-        UnknownReward, match="want Linux on x86_64 or aarch64 for its sandbox, this is linux on riscv64"
-    ):
+    with refusal(UnknownReward, name="code", reason=re.compile("riscv64")):
         bind("code")
-    with pytest.raises(RewardFailed, match="want Linux on x86_64 or aarch64 for its sandbox, this is linux on riscv64"):
+    with refusal(RewardFailed, reward="code", reason=re.compile("riscv64"), outside=True):
         run("print(1)", BOUNDS)
 
 

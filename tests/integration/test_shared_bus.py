@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.bus_kit import make_sample, make_task
 from tests.refusals import refusal
 from tests.small_disk import small_disk
 from tests.waits import until
+from tidemill.bus.client.outbox import STREAM_FULL
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ConfigMismatch, NoRoom, Refused
 from tidemill.bus.liveness import HeartbeatPublisher
@@ -50,7 +52,7 @@ async def test_a_run_that_fills_its_stream_waits_and_no_other_run_does(open_bus:
 
 async def test_a_run_whose_bounds_the_server_has_no_room_for_is_refused(open_bus: BusOpener) -> None:
     async with open_bus(run=OTHER, layout=False, samples_max_bytes=1 << 60) as bus:
-        with pytest.raises(NoRoom, match=f"TM_{OTHER}_SAMPLES"):
+        with refusal(NoRoom, stream=f"TM_{OTHER}_SAMPLES"):
             await bus.create_layout()
 
 
@@ -111,7 +113,7 @@ async def test_quotas_beyond_the_room_of_the_server_are_refused_and_leave_it_to_
         buses = [await stack.enter_async_context(connect(small_server, f"r{n}", config, name="t")) for n in range(3)]
         for bus in buses[:2]:
             await bus.create_layout()
-        with pytest.raises(NoRoom, match=r"\(bus\.\w+\) beside 0\.2 GB .*tidemill runs"):
+        with refusal(NoRoom, setting=re.compile(r"^bus\."), reserved_gb=re.compile(r"^0\.2")):
             await buses[2].create_layout()
         runs = await read_runs(small_server, wait_s=60)
         assert [run.name for run in runs if run.has_quota] == ["r0", "r1"] == [run.name for run in runs]
@@ -124,7 +126,7 @@ async def test_a_larger_quota_without_room_leaves_the_run_as_it_was(small_server
     async with connect(small_server, "r", config, name="t") as bus:
         await bus.create_layout()
         async with connect(small_server, "r", replace(config, quota_bytes=4 * QUOTA), name="t") as larger:
-            with pytest.raises(NoRoom, match=r"bus\.quota_bytes"):
+            with refusal(NoRoom, setting="bus.quota_bytes"):
                 await larger.create_layout()
         await bus.create_layout()
 
@@ -162,7 +164,7 @@ async def _holds(bus: Bus, stream: str, size_bytes: int) -> bool:
 
 async def _fill(bus: Bus, subject: str) -> None:
     """Store messages until the stream is full; it must be before it has taken the room of the server."""
-    with pytest.raises(Refused, match="maximum bytes"):
+    with refusal(Refused, code=STREAM_FULL):
         for number in range(300):
             await bus.jet.outbox.attempt(subject, bytes(MB), {subjects.MESSAGE_ID: f"{subject}.{number}"})
 

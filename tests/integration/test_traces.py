@@ -20,7 +20,7 @@ from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_episode, make_sample
 from tests.launched import run_tidemill
 from tests.refusals import refusal
-from tidemill.bus.http.listener import url_of
+from tests.web_server import web_server
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done, Plan, Sample, Settle, Timings
 from tidemill.launch.cli import main as cli
@@ -45,13 +45,8 @@ class Collector:
     async def listening(self) -> AsyncIterator[str]:
         app = web.Application()
         app.router.add_post("/v1/traces", self._take)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield url_of("127.0.0.1", runner.addresses[0][1])
-        finally:
-            await runner.cleanup()
+        async with web_server(app) as url:
+            yield url
 
     async def _take(self, request: web.Request) -> web.Response:
         self.requests += 1

@@ -14,6 +14,7 @@ from tests.bus_kit import Proxy, make_episode
 from tests.debug_kit import VOCAB
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples, with_long_prompts
+from tests.refusals import refusal
 from tests.waits import until
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus, connect
@@ -87,7 +88,7 @@ def test_recording_changes_no_metric_and_no_weight_and_shared_prompts_keep_their
         {name: value for name, value in one.train(batch).items() if "second" not in name} for one in (plain, recorder)
     ]
     assert metrics[0] == metrics[1] and metrics[0]["train/shared_tokens"] > 0
-    assert plain._policy.digest() == recorder._policy.digest() and plain.values is None
+    assert plain.policy.digest() == recorder.policy.digest() and plain.values is None
     before = trainer(record=NO_RECORD)
     of_rows = before.log_probs(batch)
     want: dict[int, list[float]] = {}
@@ -221,7 +222,7 @@ async def test_a_bus_that_does_not_answer_costs_a_bounded_queue_and_no_wait(open
         await until(lambda: proxy.swallowed)
         for _ in range(3 * MOST_WAITING):
             records.put(0, of_rank(1))
-        assert len(records._waiting) == MOST_WAITING and records.dropped >= 2 * MOST_WAITING
+        assert len(records.waiting) == MOST_WAITING and records.dropped >= 2 * MOST_WAITING
         storing.cancel()
 
 
@@ -243,9 +244,9 @@ async def test_messages_that_wait_are_bounded_in_bytes(open_bus: BusOpener, monk
         monkeypatch.setattr(trained_records, "MOST_BYTES", 4 * len(message))
         for _ in range(10):
             records.put(0, message)
-        assert (len(records._waiting), records.dropped) == (4, 6)
+        assert (len(records.waiting), records.dropped) == (4, 6)
         storing = asyncio.create_task(records.run())
-        await until(lambda: not records._waiting)
+        await until(lambda: not records.waiting)
         records.put(0, message)
         assert records.dropped == 6, "what was stored no longer counts"
         storing.cancel()
@@ -268,5 +269,5 @@ async def test_a_stream_without_room_is_a_drop_with_its_reason(
 
 async def test_a_message_larger_than_the_server_takes_names_the_setting(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
-        with pytest.raises(WireError, match=r"learner\.record\.step_bytes"):
+        with refusal(WireError, field="learner.record.step_bytes"):
             await bus.trained.store(message(1, tokens=1_000_000))

@@ -89,7 +89,7 @@ async def test_slack_gets_one_escaped_text() -> None:
         async with sender.sending():
             sender.given_up("<!channel> & so on")
     assert hook.bodies == [{"text": "digits: give-up: &lt;!channel&gt; &amp; so on"}]
-    assert notices("https://hooks.slack.com/services/x")._slack and not notices("https://example.org/")._slack
+    assert notices("https://hooks.slack.com/services/x").is_slack and not notices("https://example.org/").is_slack
 
 
 async def test_a_hook_that_fails_is_tried_again_and_one_that_refuses_is_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,7 +122,7 @@ async def test_a_hook_that_does_not_answer_holds_a_bounded_number_and_the_end_a_
         async with asyncio.timeout(LIMIT_S), sender.sending():
             for number in range(2 * MOST_WAITING):
                 sender.given_up(f"{number}")
-            assert len(sender._waiting) == MOST_WAITING and sender.dropped == MOST_WAITING
+            assert len(sender.waiting) == MOST_WAITING and sender.dropped == MOST_WAITING
 
 
 async def test_an_impossible_host_of_a_proxy_is_a_drop(
@@ -154,7 +154,7 @@ async def test_without_a_hook_nothing_is_kept() -> None:
     async with sender.sending():
         sender.record(done(1, **BAD))
         sender.ended("over", 0)
-    assert not sender._waiting
+    assert not sender.waiting
 
 
 def test_alarms_that_the_learner_did_not_raise_are_no_news() -> None:
@@ -162,9 +162,9 @@ def test_alarms_that_the_learner_did_not_raise_are_no_news() -> None:
     mismatch = {"offpolicy/fresh_logprob_diff_abs": 0.005}
     sender = notices("http://h/")
     sender.record(done(1, **mismatch))
-    assert not sender._waiting
+    assert not sender.waiting
     sender.record(done(2, **mismatch, **{"alarm/warnings": 1.0}))
-    assert "numerics" in sender._waiting[0]["text"]
+    assert "numerics" in sender.waiting[0]["text"]
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ async def test_a_head_that_is_spoilt_and_repaired_before_the_row_is_published_is
     async with open_bus() as bus:
         registry, feeders = VersionRegistry(bus), VersionRegistry(bus)
         first = await registry.publish(await registry.reserve(1, 1))
-        row, change, repaired = await registry.reserve(2, 1), registry._rows.change, []
+        row, change, repaired = await registry.reserve(2, 1), registry.rows.change, []
 
         async def later(key: str, fn: Any, **rest: Any) -> Any:
             if key == f"v.{row.version}" and not repaired:
@@ -347,7 +347,7 @@ async def test_a_head_that_is_spoilt_and_repaired_before_the_row_is_published_is
                 repaired.append(await feeders.repaired_head(1))
             return await change(key, fn, **rest)
 
-        monkeypatch.setattr(registry._rows, "change", later)
+        monkeypatch.setattr(registry.rows, "change", later)
         published = await registry.publish(row)
         assert repaired == [first]
         assert await registry.head() == published == await registry.row(row.version)

@@ -16,9 +16,6 @@ from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, publi
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
 from tidemill.bus.client.addresses import HERE
-from tidemill.bus.config import BusConfig
-from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
@@ -28,16 +25,6 @@ from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
 from tidemill.weightstore.transport.port import Deadlines
 from tidemill.weightstore.transport.staging import StagedModel
-
-
-@pytest.fixture
-def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
-    async def layout() -> None:
-        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=60) as bus:
-            await bus.create_layout()
-
-    asyncio.run(layout())
-    return nats_server.url
 
 
 def test_a_receiver_with_one_flipped_bit_is_evicted_and_named(bus_url: str, run_id: str, tmp_path: Path) -> None:

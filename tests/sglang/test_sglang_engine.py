@@ -114,8 +114,7 @@ async def test_a_push_that_has_begun_but_not_paused_yet_comes_before_a_load(
         async with asyncio.timeout(LIMIT_S):
             await late.reached.wait()
         joining = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
-        for _ in range(10):
-            await turn()  # it finds no open push, and waits for its turn
+        await turn(10)  # it finds no open push, and waits for its turn
         late.go.set()
         assert (await begins)[0] == 200
         assert (await push.bucket(list(models[2].named_parameters())))[0] == 200

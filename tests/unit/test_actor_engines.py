@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine_scene import Scene, running_engines
+from tests.refusals import refusal
 from tests.waits import turn, until
 from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import (
@@ -51,7 +52,7 @@ async def test_engines_that_do_not_serve_or_are_too_old_are_passed_over() -> Non
     async with running_engines(scene) as engines:
         scene.view["a"] = replace(scene.view["a"], serving=False, remark="stale")
         scene.view["b"] = replace(scene.view["b"], version=2)
-        with pytest.raises(NoServer, match=r"version 9 or newer \(a: stale, b: version 2, c: version 3\)"):
+        with refusal(NoServer, server=re.compile(r"version 9 .*a: stale, b: version 2, c: version 3")):
             async with engines.acquire(min_version=9, timeout_s=0.3):
                 pass
         assert [await chosen(engines, min_version=3) for _ in range(3)] == ["c", "c", "c"]
@@ -156,7 +157,7 @@ async def test_giving_up_ends_all_waits_now_and_later() -> None:
         await scene.seen()
         engines.give_up()
         for wait in (waiting, chosen(engines)):
-            with pytest.raises(NoServer, match="none known"):
+            with refusal(NoServer, server=re.compile(r"version 0\b")):
                 await wait
         scene.view = Scene({"a": ()}).view
         await scene.seen()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_fsdp_refuses_what_only_megatron_has(name: str) -> None:
 
 
 def test_the_way_to_divide_rows_is_named() -> None:
-    with pytest.raises(ValueError, match=r"context_parallel: want 1 .*backend: megatron divides"):
+    with refusal(ValueError, place="context_parallel", got="2"):
         LearnerConfig(backend="fsdp", context_parallel=2)
 
 
@@ -101,6 +102,18 @@ def test_heads_for_further_tokens_are_trained_by_fsdp() -> None:
     for settings in excluded:
         with refusal(ValueError, place="mtp_loss_scaling_factor", got="0.2"):
             LearnerConfig(mtp_loss_scaling_factor=0.2, **settings)
+
+
+def test_adapters_of_experts_are_trained_by_fsdp() -> None:
+    lora = LoraConfig(rank=2, targets=("q_proj", "experts.down_proj"))
+    choice = choose_backend(LearnerConfig(lora=lora), {"model_type": "qwen3_moe"})
+    assert (choice.kind, choice.reason) == ("fsdp", "learner.lora.targets needs it")
+    unused = replace(lora, rank=0)
+    assert choose_backend(LearnerConfig(lora=unused), {"model_type": "qwen3_moe"}).kind == "megatron"
+    excluded: tuple[dict[str, Any], ...] = ({"backend": "megatron"}, {"data_parallel": 2, "expert_parallel": 2})
+    for settings in excluded:
+        with refusal(ValueError, place="lora.targets", got="['experts.down_proj']"):
+            LearnerConfig(lora=lora, **settings)
 
 
 def test_the_trainer_names_no_backend() -> None:

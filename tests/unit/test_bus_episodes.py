@@ -5,6 +5,7 @@ invariant broken once.
 import dataclasses
 import hashlib
 import math
+import re
 from typing import Any
 
 import msgpack
@@ -143,7 +144,7 @@ def test_a_meaning_of_schema_2_under_schema_1_is_refused(data: bytes, decode: An
     """A reader of the release before would take it as something else."""
     fields = msgpack.unpackb(data, strict_map_key=False)
     assert decode(msgpack.packb(fields)) is not None
-    with pytest.raises(WireError, match=rf"schema: want 2 for a \w+ with .*{said}.*, got 1"):
+    with refusal(WireError, field="schema", want=re.compile(said), got=1):
         decode(msgpack.packb({**fields, "schema": 1}))
 
 

@@ -13,6 +13,7 @@ import threading
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def test_the_disk_has_room_for_checkpoints_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, stored: int, finding: tuple[str, str]
 ) -> None:
     """The nats-server takes three quarters of a free disk, and reserves room for a stream when it makes it."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 * free, free, free))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2 * free, used=free, free=free))
     report = checked(tmp_path, f"bus.samples_max_bytes={stored}", "bus.history_samples=0", "learner.steps=1")
     severity, text = finding
     found = {"good": report.findings, "error": report.errors, "warning": report.warnings}[severity]
@@ -102,7 +103,7 @@ def test_a_directory_of_megatron_that_cannot_be_made_is_an_error(tmp_path: Path)
 
 
 def test_the_best_checkpoint_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2, 1, 1))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2, used=1, free=1))
     held = f"eval.sets={{held: {{path: {tmp_path}/prompts.jsonl}}}}"
     (error,) = [
         one.text for one in checked(tmp_path, "eval.every=5", held, "eval.best=held/mean").errors if one.topic == "disk"
@@ -252,6 +253,15 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
         (["data.max_prompt_tokens=241"], "data.max_prompt_tokens: want <= 240"),
         (["engine.max_context=300"], "engine.max_context: want <= 256"),
         (["engine.max_context=100", "sampling.max_new_tokens=100"], "sampling.max_new_tokens: want < 100"),
+        (["engine.kind=sglang", "engine.kv_tokens=100", "sampling.max_new_tokens=100"], "max_new_tokens: want < 100"),
+        (
+            ["engine.kind=sglang", "engine.sglang.arguments={max-total-tokens: 90}", "sampling.max_new_tokens=100"],
+            "max_new_tokens: want < 90",
+        ),
+        (
+            ["engine.kind=sglang", "engine.sglang.arguments={context_length: 80}", "sampling.max_new_tokens=100"],
+            "max_new_tokens: want < 80",
+        ),
         (["bus.tls_ca=no.pem"], "bus.tls_ca: want a PEM file, got 'no.pem'"),
         (["bus.url=http://a:1"], "bus.url: want nats://host:port"),
         (["bus.url=nats://a:x"], "bus.url: want nats://host:port"),

@@ -6,6 +6,7 @@ import shutil
 import threading
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fsspec.registry import known_implementations
@@ -87,6 +88,6 @@ def test_a_password_is_shown_nowhere(tmp_path: Path) -> None:
 
 
 def test_the_disk_has_room_for_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2, 1, 1))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2, used=1, free=1))
     report = check(load(write_run(tmp_path), [f"learner.checkpoint.store=file://{tmp_path}/store"]), Purpose())
     assert any("for 4 checkpoints, one being written" in text for text in report.on("disk")), report.on("disk")

@@ -450,7 +450,7 @@ def _valid(one: Any) -> bool:
 
 
 def _buffered(source: DataSource) -> set[int]:
-    return {seq for group in source._groups.values() for seq in group.seqs}
+    return {seq for group in source.groups.values() for seq in group.seqs}
 
 
 def _same(one: Any, other: Any) -> bool:

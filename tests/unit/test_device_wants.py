@@ -110,7 +110,7 @@ def test_memory_is_the_least_that_a_process_needs(four: Node) -> None:
 def test_devices_in_the_arguments_of_sglang_are_refused(four: Node, engine: EngineConfig, where: str) -> None:
     """They would be the same for all engines. Without devices here they are none of our business."""
     config = RunConfig(engine=engine)
-    with pytest.raises(PlacementRefused, match=r"engine.devices names the devices") as caught:
+    with refusal(PlacementRefused, cure=re.compile(r"\bengine\.devices\b")) as caught:
         want_of(config, four, learner=True, engines=1)
     assert caught.value.where == where
     want_of(config, replace(four, devices=()), learner=True, engines=1)

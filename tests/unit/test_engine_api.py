@@ -11,6 +11,7 @@ import psutil
 import pytest
 from aiohttp import web
 
+from tests.web_server import web_server
 from tidemill.actors.engines import engine_client
 from tidemill.actors.errors import (
     BadRequest,
@@ -113,15 +114,12 @@ async def client_of(answer: Callable[[web.Request], Awaitable[web.Response]]) ->
     """Yield a client of a server with this answer at ``PATH``."""
     app = web.Application()
     app.router.add_post(PATH, answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = ApiClient(f"http://127.0.0.1:{runner.addresses[0][1]}", lambda failed: failed)
-    try:
-        yield client
-    finally:
-        await client.close()
-        await runner.cleanup()
+    async with web_server(app) as url:
+        client = ApiClient(url, lambda failed: failed)
+        try:
+            yield client
+        finally:
+            await client.close()
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,24 @@ errors.
 
 import asyncio
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.refusals import refusal
 from tests.tiny_models import SERVED, tiny_model, write_tiny_tokenizer
+from tests.waits import LIMIT_S
 from tidemill.actors.engines.engine_client import read_generation
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin.backend import Progress, response_json
+from tidemill.actors.serving.builtin.receiving import JoinedGroup
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.weights import MAPPED_BYTES, read_safetensors
 from tidemill.actors.text.text import StopStrings, Text
 from tidemill.bus.wire.messages import Span
 from tidemill.launch.checks.model import tensors_in
@@ -167,3 +173,42 @@ def test_an_answer_of_sglang_is_parsed_and_a_broken_one_refused() -> None:
             read_generation("http://x", told | {"meta_info": meta | wrong})
     with refusal(EngineFailed, reason="broken"):
         read_generation("http://x", {"error": {"message": "broken"}})
+
+
+async def test_a_buffer_that_is_too_small_is_freed_before_its_message_is_received() -> None:
+    class Messages:
+        buffers: ClassVar[list[int]] = []
+
+        def receive(self, num_bytes: int, timeout_s: float, into: torch.Tensor) -> torch.Tensor:
+            self.buffers.append(len(into))
+            return into[:num_bytes] if len(into) >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
+
+        def close(self) -> None:
+            pass
+
+    group = JoinedGroup(Messages())  # type: ignore[arg-type]
+    for num_bytes in (10, 20, 15):
+        group.return_buffer(await (await group.receive(num_bytes, LIMIT_S, None)))
+    assert Messages.buffers == [0, 0, 20]
+    group.close()
+
+
+def test_a_weight_file_is_mapped_in_pieces(tmp_path: Path) -> None:
+    """Otherwise loading a model would need twice its memory, by the pages of the file."""
+    tensors = {f"layer.{number:02}": torch.full((4_000_000,), float(number)) for number in range(10)}
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    mapped, names = 0, []
+    for name, tensor in read_safetensors(tmp_path):
+        assert tensor.sum() == 4_000_000 * int(name[-2:])
+        names.append(name)
+        mapped = max(mapped, mapped_bytes(file))
+    assert names == sorted(tensors)
+    assert 16_000_000 <= mapped < 1.5 * MAPPED_BYTES
+
+
+def mapped_bytes(file: Path) -> int:
+    """Return the bytes of a file that are in this process's memory by mappings."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    resident = [next(part for part in lines if part.startswith("Rss:")) for line in lines if line.endswith(str(file))]
+    return sum(1024 * int(line.split()[1]) for line in resident)

@@ -1,7 +1,6 @@
 """When a run ends because every task fails: counts, seconds and reasons, with a clock of the test."""
 
-import pytest
-
+from tests.refusals import refusal
 from tidemill.bus import exit_codes
 from tidemill.bus.wire.messages import Dead
 from tidemill.learner.buffer.failures import FailingTasks
@@ -30,7 +29,7 @@ def test_so_many_in_a_row_for_so_long_end_the_run_with_the_last_reason() -> None
     failing.refuse(0, 0.0)
     failing.refuse(6, 0.0)
     clock.now += 1.0
-    with pytest.raises(TasksFail, match=r"got 5 tasks in a row .* in 60 s .*the last: no judge Traceback; ") as raised:
+    with refusal(TasksFail, count=5, seconds=60.0, reason="no judge Traceback") as raised:
         failing.refuse(5, 60.0)
     assert exit_codes.of(raised.value) == 78
     assert exit_codes.message(raised.value) == str(raised.value), "the terminal shows one line"

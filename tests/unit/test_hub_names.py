@@ -1,10 +1,12 @@
 """Names of a hub in settings: their form, their place in the cache, and what a run records of them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.refusals import refusal
 from tidemill.launch.settings import hub_names
 from tidemill.launch.settings.config_loader import from_map, to_map
 from tidemill.launch.settings.hub_names import DATASET, MODEL, parse
@@ -91,5 +93,5 @@ def test_a_run_keeps_its_commit() -> None:
     assert branch is not None and commit is not None
     assert hub_names.kept(branch, began) == began
     assert hub_names.kept(branch, other) == branch == hub_names.kept(branch, None)
-    with pytest.raises(ValueError, match=f"want org/tiny@{COMMIT}, with which the run began, got org/tiny@"):
+    with refusal(ValueError, got=re.compile("^org/tiny@")):
         hub_names.kept(commit, began)

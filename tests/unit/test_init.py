@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.check_kit import write_model
+from tests.tree import ROOT
 from tidemill.launch.cli import main as cli
-from tidemill.launch.cli.init import CONFIG, KINDS, OF_MODELS
+from tidemill.launch.cli.init import CONFIG, KINDS, MAKE_MODEL, OF_MODELS, REAL_MODEL
 from tidemill.launch.settings import reference
 from tidemill.launch.settings.config_loader import load
 
@@ -59,6 +60,14 @@ def test_a_model_is_given_where_there_is_none(
     assert cli.main(["init", *given]) != 0
     assert setting in capsys.readouterr().err
     assert not [*Path().iterdir()]
+
+
+def test_the_model_of_the_example_is_made_as_by_the_makefile(capsys: pytest.CaptureFixture[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "").replace("$(REAL)", REAL_MODEL)
+    assert cli.main(["init", "real"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert len(MAKE_MODEL) == 3 and all(f"\t{command}\n" in makefile and command in lines for command in MAKE_MODEL)
+    assert load(Path(CONFIG)).config.model.path == REAL_MODEL
 
 
 def test_a_run_of_ones_own_names_every_basic_setting(tmp_path: Path) -> None:

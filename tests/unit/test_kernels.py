@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +59,7 @@ HOPPER = Site(
     compiler="",
     cudnn=91900,
 )
-FAST = HOPPER._replace(deterministic=False)
+FAST = dataclasses.replace(HOPPER, deterministic=False)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ FAST = HOPPER._replace(deterministic=False)
     ],
 )
 def test_sdpa_is_chosen_where_flash_attention_cannot_work(change: dict[str, Any], reason: str) -> None:
-    site = HOPPER._replace(**change)
+    site = dataclasses.replace(HOPPER, **change)
     kernel, why = choose_attention("auto", site)
     assert kernel == SDPA
     assert reason in why
@@ -96,11 +97,11 @@ def test_sdpa_is_chosen_where_flash_attention_cannot_work(change: dict[str, Any]
     ],
 )
 def test_varlen_is_chosen_where_it_works(change: dict[str, Any]) -> None:
-    site = HOPPER._replace(**change)
+    site = dataclasses.replace(HOPPER, **change)
     assert choose_attention("auto", site).kernel == VARLEN == choose_attention("varlen", site).kernel
     assert choose_attention("sdpa", site).kernel == SDPA
     assert "not deterministic" not in choose_attention("auto", site).reason
-    assert "not deterministic" in choose_attention("auto", site._replace(deterministic=False)).reason
+    assert "not deterministic" in choose_attention("auto", dataclasses.replace(site, deterministic=False)).reason
 
 
 def test_cudnn_is_chosen_for_long_sequences_where_it_has_been_checked() -> None:
@@ -114,45 +115,48 @@ def test_cudnn_is_chosen_for_long_sequences_where_it_has_been_checked() -> None:
         ({"cudnn": 0}, "from cuDNN 91900 on, and this is 0"),
         ({"head_size": 256}, "heads of size 256"),
     ):
-        site = FAST._replace(**change)  # type: ignore[arg-type]
+        site = dataclasses.replace(FAST, **change)  # type: ignore[arg-type]
         assert choose_attention("auto", site).kernel == VARLEN
-        with pytest.raises(ConfigRefused, match=f"learner.attention: want varlen or auto, got 'cudnn: .*{obstacle}"):
+        with refusal(
+            ConfigRefused, field="learner.attention", want="varlen or auto", got=re.compile(f"^cudnn: .*{obstacle}")
+        ):
             choose_attention("cudnn", site)
-    with pytest.raises(ConfigRefused, match=r"learner.attention: want sdpa or auto, got 'cudnn: the device is cpu"):
-        choose_attention("cudnn", FAST._replace(device="cpu"))
+    with refusal(ConfigRefused, field="learner.attention", want="sdpa or auto", got=re.compile(r"^cudnn: .*\bcpu\b")):
+        choose_attention("cudnn", dataclasses.replace(FAST, device="cpu"))
 
 
 def test_the_activation_is_fused_only_where_the_same_bits_are_not_asked_for() -> None:
-    fast = HOPPER._replace(deterministic=False)
+    fast = dataclasses.replace(HOPPER, deterministic=False)
     assert choose_fused_activation("auto", fast).kernel == "fused"
     assert choose_fused_activation("auto", HOPPER).kernel == "separate"
     assert choose_fused_activation("always", HOPPER).kernel == "fused"
     assert choose_fused_activation("never", fast).kernel == "separate"
-    for site in (fast._replace(device="cpu"), fast._replace(compiler="triton needs a C compiler")):
+    for site in (
+        dataclasses.replace(fast, device="cpu"),
+        dataclasses.replace(fast, compiler="triton needs a C compiler"),
+    ):
         assert choose_fused_activation("auto", site).kernel == "separate"
-        with pytest.raises(
-            ConfigRefused,
-            match=r"learner.fused_activation: want auto or never, got 'always: (the device is cpu|triton)",
-        ):
+        with refusal(ConfigRefused, field="learner.fused_activation", got=re.compile(r"^always: .*\b(cpu|triton)\b")):
             choose_fused_activation("always", site)
 
 
 def test_kernels_of_our_own_are_chosen_wherever_triton_runs() -> None:
     choose = functools.partial(choose_own_kernels, "learner.fused_rotary")
-    for site in (HOPPER, HOPPER._replace(dtype=torch.float32, deterministic=False)):
+    for site in (HOPPER, dataclasses.replace(HOPPER, dtype=torch.float32, deterministic=False)):
         assert choose("auto", site).kernel == "fused" == choose("always", site).kernel
         assert choose("never", site) == ("separate", "learner.fused_rotary: never")
-    for site in (HOPPER._replace(device="cpu"), HOPPER._replace(compiler="the package triton is not installed")):
+    for site in (
+        dataclasses.replace(HOPPER, device="cpu"),
+        dataclasses.replace(HOPPER, compiler="the package triton is not installed"),
+    ):
         assert choose("auto", site).kernel == "separate"
-        with pytest.raises(
-            ConfigRefused, match=r"learner.fused_rotary: want auto or never, got 'always: the (device is cpu|package)"
-        ):
+        with refusal(ConfigRefused, field="learner.fused_rotary", got=re.compile(r"^always: .*\b(cpu|triton)\b")):
             choose("always", site)
 
 
 def test_experts_are_grouped_where_torch_has_a_product_for_them() -> None:
-    site = HOPPER._replace(expert_sizes=(64, 32))
-    for good in (site, site._replace(device="cpu", dtype=torch.float32, expert_sizes=(33, 7))):
+    site = dataclasses.replace(HOPPER, expert_sizes=(64, 32))
+    for good in (site, dataclasses.replace(site, device="cpu", dtype=torch.float32, expert_sizes=(33, 7))):
         assert choose_grouped_experts("auto", good).kernel == "grouped" == choose_grouped_experts("always", good).kernel
         assert choose_grouped_experts("never", good).kernel == "sequential"
     for change, obstacle in (
@@ -161,11 +165,9 @@ def test_experts_are_grouped_where_torch_has_a_product_for_them() -> None:
         ({"expert_sizes": (64, 28)}, "wants multiples of 8"),
         ({"grouped": False}, "has no grouped_mm"),
     ):
-        bad = site._replace(**change)
+        bad = dataclasses.replace(site, **change)
         assert choose_grouped_experts("auto", bad).kernel == "sequential"
-        with pytest.raises(
-            ConfigRefused, match=f"learner.grouped_experts: want auto or never, got 'always: .*{obstacle}"
-        ):
+        with refusal(ConfigRefused, field="learner.grouped_experts", got=re.compile(f"^always: .*{obstacle}")):
             choose_grouped_experts("always", bad)
 
 
@@ -199,24 +201,36 @@ def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"attention": "flash"}, "attention: want auto, sdpa, varlen or cudnn, got 'flash'"),
-        ({"recompute": "some"}, "recompute: want none, selective or full, got 'some'"),
-        ({"fused_activation": "yes"}, "fused_activation: want auto, always or never, got 'yes'"),
-        ({"fused_log_probs": "yes"}, "fused_log_probs: want auto, always or never, got 'yes'"),
-        ({"fused_log_probs": "always", "device": "cpu"}, "fused_log_probs: want auto on the CPU"),
-        ({"fused_rotary": "yes"}, "fused_rotary: want auto, always or never, got 'yes'"),
-        ({"fused_rotary": "always", "device": "cpu"}, "fused_rotary: want auto on the CPU"),
-        ({"grouped_experts": "yes"}, "grouped_experts: want auto, always or never, got 'yes'"),
-        ({"attention": "varlen", "device": "cpu"}, "attention: want auto on the CPU"),
-        ({"fused_activation": "always", "device": "cpu"}, "fused_activation: want auto on the CPU"),
-        ({"attention": "varlen", "dtype": "float32"}, "attention: want auto or sdpa with dtype: float32"),
-        ({"attention": "cudnn", "device": "cpu"}, "attention: want auto on the CPU"),
-        ({"attention": "cudnn", "dtype": "float32"}, "attention: want auto or sdpa with dtype: float32"),
-        ({"attention": "cudnn"}, "attention: want auto or varlen with deterministic: true"),
+        ({"attention": "flash"}, {"place": "attention", "got": "'flash'"}),
+        ({"recompute": "some"}, {"place": "recompute", "got": "'some'"}),
+        ({"fused_activation": "yes"}, {"place": "fused_activation", "got": "'yes'"}),
+        ({"fused_log_probs": "yes"}, {"place": "fused_log_probs", "got": "'yes'"}),
+        (
+            {"fused_log_probs": "always", "device": "cpu"},
+            {"place": "fused_log_probs", "got": re.compile("^'always'")},
+        ),
+        ({"fused_rotary": "yes"}, {"place": "fused_rotary", "got": "'yes'"}),
+        (
+            {"fused_rotary": "always", "device": "cpu"},
+            {"place": "fused_rotary", "got": re.compile("^'always'")},
+        ),
+        ({"grouped_experts": "yes"}, {"place": "grouped_experts", "got": "'yes'"}),
+        ({"attention": "varlen", "device": "cpu"}, {"place": "attention"}),
+        (
+            {"fused_activation": "always", "device": "cpu"},
+            {"place": "fused_activation", "got": re.compile("^'always'")},
+        ),
+        ({"attention": "varlen", "dtype": "float32"}, {"place": "attention"}),
+        ({"attention": "cudnn", "device": "cpu"}, {"place": "attention"}),
+        ({"attention": "cudnn", "dtype": "float32"}, {"place": "attention"}),
+        (
+            {"attention": "cudnn"},
+            {"place": "attention", "got": re.compile("^'cudnn'")},
+        ),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: dict[str, Any]) -> None:
+    with refusal(ValueError, **message):
         LearnerConfig(**settings)
 
 
@@ -390,7 +404,7 @@ def test_the_operator_beneath_varlen_attn_is_taken_while_it_is_the_known_one(mon
 
     try:
         varlen_operator.cache_clear()
-        assert varlen_operator() is choices._flash_attention
+        assert varlen_operator() is choices.flash_attention
         monkeypatch.setattr(choices, "FLASH_ARGUMENTS", choices.FLASH_ARGUMENTS[:-1])
         varlen_operator.cache_clear()
         assert varlen_operator() is varlen_attn
@@ -403,7 +417,7 @@ def test_it_takes_grouped_heads_and_a_window() -> None:
     with FakeTensorMode():
         bounds = torch.zeros(3, dtype=torch.int32)
         q, k = (torch.empty(20, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
-        out = choices._flash_attention(q, k, k, bounds, bounds, 10, 10, scale=0.5, window_size=(-1, 0))
+        out = choices.flash_attention(q, k, k, bounds, bounds, 10, 10, scale=0.5, window_size=(-1, 0))
         out.sum().backward()
         assert q.grad is not None and k.grad is not None
         assert (out.shape, q.grad.shape, k.grad.shape) == (q.shape, q.shape, k.shape)

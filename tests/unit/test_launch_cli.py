@@ -16,7 +16,7 @@ import pytest
 
 from tests.waits import LIMIT_S
 from tidemill.launch.cli.inputs import reached_at
-from tidemill.launch.cli.main import COMMANDS, INNER, _inner_parser, _parser, main
+from tidemill.launch.cli.main import COMMANDS, INNER, command_parser, inner_parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ROOT / "tests/data/command_line.json"
@@ -63,7 +63,7 @@ def test_every_command_has_its_module_and_its_options() -> None:
     """What a command line of an earlier release says is still understood: options come into the file, and do not leave
     it.
     """
-    parsers = {**commands_of(_parser()), **commands_of(_inner_parser())}
+    parsers = {**commands_of(command_parser()), **commands_of(inner_parser())}
     modules = {
         name: parser.get_default("run_command").__module__.rpartition(".")[2] for name, parser in parsers.items()
     }
@@ -72,7 +72,7 @@ def test_every_command_has_its_module_and_its_options() -> None:
     shared |= {"check": "config", "prepare": "config", "cursors": "archive", "scale": "host"}
     shared |= {"texts": "eval", "restore": "backup"}
     assert modules == {name: shared.get(name, name.replace("-", "_")) for name in (*COMMANDS, *INNER)}
-    assert {**declared(_parser()), **declared(_inner_parser())} == json.loads(OPTIONS.read_text())
+    assert {**declared(command_parser()), **declared(inner_parser())} == json.loads(OPTIONS.read_text())
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -223,9 +223,9 @@ def test_make_passes_arguments_on(target: str) -> None:
 def test_a_host_passes_on_where_its_engines_listen() -> None:
     """Without options nothing is passed on: then each engine finds its address by itself."""
     for given in ([], ["--host", "10.0.0.7"], ["--host", "10.0.0.7", "--advertise", "gpu7.lab:30000"]):
-        args = _parser().parse_args(["host", "--bus", "nats://b:1", *given])
+        args = command_parser().parse_args(["host", "--bus", "nats://b:1", *given])
         assert reached_at(args) == given
-        assert _parser().parse_args(["engine", "--bus", "nats://b:1", *reached_at(args)]).host == args.host
+        assert command_parser().parse_args(["engine", "--bus", "nats://b:1", *reached_at(args)]).host == args.host
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Desired replicas of each host: rows, totals and shares."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refusal
 from tidemill.launch.run.desired import ALL, DesiredRoles, LiveHost, parse
 
 A, B, C, UP = LiveHost("a"), LiveHost("b", "gpu"), LiveHost("c", "gpu"), LiveHost("up")
@@ -50,5 +50,5 @@ def test_shares_add_up_to_the_total_and_differ_by_one_at_most(total: int, names:
 def test_role_counts_are_parsed() -> None:
     assert parse(["actors=8", "engine=1", "scorers=2"]) == {"actor": 8, "engine": 1, "scorer": 2}
     for bad in ("actors", "actors=-1", "actors=x", "learners=1", "actors=10001"):
-        with pytest.raises(ValueError, match=r"want actors=N, engines=N or scorers=N .*, got '" + bad):
+        with refusal(ValueError, got=repr(bad)):
             parse([bad])

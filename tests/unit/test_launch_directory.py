@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import refusal
 from tidemill.launch.cli.main import main
 from tidemill.launch.run.directory import LOCK_FILE, CannotBegin, directory_of_one
 from tidemill.launch.run.up import CONFIG_FILE
@@ -47,7 +48,7 @@ def test_fresh_removes_no_foreign_directory_and_no_target_of_a_link(tmp_path: Pa
     for directory in (strange, kept):
         directory.mkdir()
         (directory / "thesis.tex").write_text("years of work")
-    with pytest.raises(CannotBegin, match="not made by tidemill"):
+    with refusal(CannotBegin, place="--fresh"):
         opened(strange, fresh=True)
     opened(tmp_path / "r")
     (tmp_path / "r" / "final").symlink_to(kept)
@@ -64,7 +65,7 @@ def test_a_start_that_was_cut_short_can_be_begun_again(tmp_path: Path) -> None:
 
 
 def test_resume_needs_a_run(tmp_path: Path) -> None:
-    with pytest.raises(CannotBegin, match="there is none"):
+    with refusal(CannotBegin, place="--resume"):
         opened(tmp_path / "r", resume=True)
     assert not (tmp_path / "r").exists()
 

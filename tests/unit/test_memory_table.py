@@ -30,6 +30,12 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
 }
 SHAPE = ModelShape.of(QWEN3_8B, where="Qwen3-8B")
+MIXTURE = ModelShape.of(
+    QWEN3_8B
+    | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    | {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4},
+    where="Qwen3-30B-A3B",
+)
 COPIES = (SENDER, "2 copies of its part")
 
 
@@ -240,15 +246,7 @@ def test_experts_are_spread_over_their_ranks_and_never_split() -> None:
     """Qwen3-30B-A3B by hand: 48 layers of 128 experts of 3 x 2048 x 768. An expert's state is divided over its own
     copies alone.
     """
-    values = QWEN3_8B | {
-        "model_type": "qwen3_moe",
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    }
-    shape = ModelShape.of(
-        values | {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}, where="Qwen3-30B-A3B"
-    )
+    shape = MIXTURE
     experts = 48 * 128 * 3 * 2048 * 768
     others = parameters(shape) - experts
     node = Node(devices=tuple(Device(index=number, uuid=f"GPU-{number}") for number in range(8)))
@@ -265,6 +263,17 @@ def test_experts_are_spread_over_their_ranks_and_never_split() -> None:
     assert spread < 80e9 < needed("learner.data_parallel=8") / 2
     split = needed("learner.tensor_parallel=4", "learner.sequence_parallel=true", "learner.data_parallel=2")
     assert split == pytest.approx((2 + 4 + 12 / 8) * experts + (2 + 4 + 12 / 2) * others / 4, rel=1e-3)
+
+
+def test_fsdp_counts_adapters_of_experts() -> None:
+    """Of rank 8, by hand; divided over four ranks by experts."""
+    adapters = 48 * 128 * 8 * ((2048 + 2 * 768) + (768 + 2048))
+    of_four = ("learner.backend=fsdp", "learner.data_parallel=4", "learner.lora.rank=8")
+    config = load([], (*of_four, "learner.lora.targets=[experts.gate_up_proj,experts.down_proj]")).config
+    rows = {row.part.split(",")[0]: row.bytes for row in fsdp_rows(MIXTURE.tensors(), config, cuda=True)}
+    assert rows["gradients"] == 4 * adapters // 4
+    assert rows["Adam: two moments"] == 2 * rows["gradients"]
+    assert rows["weights"] - 4 * parameters(MIXTURE) / 4 == pytest.approx(rows["gradients"], rel=1e-3)
 
 
 def test_the_placement_counts_the_critic_at_its_own_size() -> None:
@@ -364,3 +373,12 @@ def test_keys_and_values_of_an_engine_are_its_blocks_in_a_quarter_of_its_memory(
     assert blocks("engine.max_running=3") == 3 * SHAPE.max_positions * token
     assert blocks("engine.max_running=3", engine_memory=4000 * token + 99) == 992 * token
     assert blocks("engine.kv_tokens=4096", engine_memory=4000 * token) == 4096 * token
+
+
+def test_an_engine_on_the_cpu_has_buffers_of_a_push_and_its_libraries() -> None:
+    def parts(*, cuda: bool) -> dict[str, int]:
+        return {part: row.bytes for (process, part), row in rows(cuda=cuda).items() if process == "engine"}
+
+    on_cpu = parts(cuda=False)
+    assert on_cpu["two buffers of the first push"] == 2 * 64_000_000
+    assert set(on_cpu) - set(parts(cuda=True)) == {"two buffers of the first push", "Python and torch"}

@@ -2,6 +2,7 @@
 from it.
 """
 
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from fsspec.registry import known_implementations
 
 from tests import flaky_store
 from tests.flaky_store import URL, FlakyFileSystem
+from tests.refusals import refusal
 from tests.waits import LIMIT_S
 from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
@@ -74,9 +76,9 @@ def test_a_store_belongs_to_one_run(store: ObjectStore, tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", [b"", b'{"run": "mi'])
 def test_an_owner_that_was_written_in_part_is_none(store: ObjectStore, tmp_path: Path, torn: bytes) -> None:
     """A process was killed meanwhile. Beside checkpoints it is an unknown run's."""
-    store._write(OWNER, torn)
+    store.write(OWNER, torn)
     assert store.owner() == "?" and store.claim("mine") == "mine" == store.owner()
-    store._write(OWNER, torn)
+    store.write(OWNER, torn)
     uploaded(store, written(tmp_path / "disk"))
     assert store.claim("another's") == "?"
 
@@ -91,7 +93,9 @@ def test_a_directory_that_is_not_there_is_no_empty_store(tmp_path: Path) -> None
         lambda: store.claim("mine"),
         lambda: store.complete(NAME, b""),
     ):
-        with pytest.raises(StoreFailed, match=r"no such directory: .*/not-mounted/sub; is it mounted\?"):
+        with refusal(
+            StoreFailed, where=re.compile(r"/not-mounted/sub/digits$"), reason=re.compile("/not-mounted/sub;")
+        ):
             ask()
     assert not list(tmp_path.iterdir())
 
@@ -103,7 +107,7 @@ def test_a_bucket_that_is_not_found_is_no_empty_store(
         raise FileNotFoundError("The specified bucket does not exist")
 
     monkeypatch.setattr(FlakyFileSystem, "find", lost)
-    with pytest.raises(StoreFailed, match="bucket does not exist"):
+    with refusal(StoreFailed, where="flaky://bucket/path/digits", reason=re.compile("^FileNotFoundError: ")):
         ObjectStore(URL, "digits").claim("mine")
 
 
@@ -243,7 +247,7 @@ def test_files_come_from_the_store_range_by_range(store: ObjectStore, tmp_path: 
         stream.seek(5_000_000)
         assert stream.read(4) == bytes((5_000_000 + offset) % 256 for offset in range(4))
     assert 0 < files.fetched_bytes < 1_000_000, "the second block alone"
-    with pytest.raises(CheckpointCorrupt, match=r"the store \(.*/digits\) has another one"):
+    with refusal(CheckpointCorrupt, file=MANIFEST, want=re.compile("0" * 64), got=re.compile(r"/digits\)")):
         remote_files.complete(tmp_path / "there" / NAME, client, sha256="0" * 64)
 
 
@@ -262,7 +266,7 @@ except TimeoutError as error:
     print(error)
 """
     ended = subprocess.run([sys.executable, "-c", program], timeout=LIMIT_S, capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith("silent for 0.0") and not ended.stderr
+    assert ended.stdout.startswith("silent for ") and not ended.stderr
 
 
 async def test_silence_is_noted_until_there_is_an_answer() -> None:
@@ -287,7 +291,5 @@ def test_a_damaged_block_in_the_store_is_refused(store: ObjectStore, tmp_path: P
     assert files.block("__0_0.distcp", 0) == whole[: 1 << 22]
     store.upload(NAME, "__0_0.distcp", path / "__0_0.distcp")
     files = CheckpointFiles(path, manifests.read(path).files, PeerClient((), store))
-    with pytest.raises(
-        CheckpointCorrupt, match=r"this node has a damaged block; the store \(.*/digits\) has a damaged block"
-    ):
+    with refusal(CheckpointCorrupt, file="__0_0.distcp", got=re.compile(r"/digits\)")):
         files.block("__0_0.distcp", 0)

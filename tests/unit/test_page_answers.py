@@ -36,10 +36,10 @@ def reader_of(steps: int) -> RunReader:
 
 def begin(reader: RunReader, epoch: int, steps: range, now_s: float, step_s: float) -> float:
     """Add the records of a learner that takes these steps, and return the time of the last one."""
-    reader._note_record(1, now_s, Fence(epoch=epoch))
+    reader.note_record(1, now_s, Fence(epoch=epoch))
     for step in steps:
         now_s += step_s
-        reader._note_record(step, now_s, Done(epoch=epoch, step=step, metrics={"train/tokens": 500.0}))
+        reader.note_record(step, now_s, Done(epoch=epoch, step=step, metrics={"train/tokens": 500.0}))
     return now_s
 
 
@@ -150,7 +150,7 @@ async def test_a_filter_that_nothing_fits_lets_other_requests_run() -> None:
     answers = SampleAnswers(reader)
 
     async def search() -> None:
-        assert not [found async for found in answers._newest_first(num_lines + 1, 1) if found.reward]
+        assert not [found async for found in answers.newest_first(num_lines + 1, 1) if found.reward]
 
     assert await turns_of_others(search()) >= 7
     assert await turns_of_others(answers.histogram("reward=>5")) >= 7

@@ -193,7 +193,7 @@ def test_a_changed_config_is_refused_and_names_what_differs(tmp_path: Path) -> N
 
 def test_a_directory_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(PreparedOtherwise, match="not made by this program"):
+    with refusal(PreparedOtherwise, directory=tmp_path, reason=re.compile(r"prepared\.json")):
         prepare(SMALL, tmp_path)
 
 

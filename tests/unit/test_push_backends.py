@@ -160,7 +160,7 @@ async def test_memory_of_a_gpu_goes_only_to_engines_that_state_that_they_see_it(
             memory, lambda row: cast(WeightReceiver, Receiver(row.address)), epoch=1, deadlines=Deadlines(1), gpu=gpu
         )
         try:
-            return receivers._why_not(row(stated)) == ""
+            return receivers.why_not(row(stated)) == ""
         finally:
             receivers.close()
 

@@ -4,6 +4,7 @@ chats.
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from tests.examples import examples
+from tests.refusals import refusal
 from tests.tiny_models import EOS, OF_RENDERERS, write_tiny_tokenizer
 from tidemill.actors.errors import BadRequest, NoRenderer
 from tidemill.actors.openai.openai_api import parse
@@ -255,7 +257,7 @@ def test_auto_is_the_renderer_of_the_public_name(
 
 def test_messages_that_a_renderer_cannot_take_are_a_bad_request(rendered: dict[str, tuple[Renderer, Text]]) -> None:
     renderer, _ = rendered["deepseek-v3"]
-    with pytest.raises(BadRequest, match="rejected by the renderer deepseek-v3"):
+    with refusal(BadRequest, place="messages", reason=re.compile("deepseek-v3")):
         renderer.prompt([{"role": "assistant", "content": "", "tool_calls": [3]}], {})
-    with pytest.raises(BadRequest, match="lone surrogate"):
+    with refusal(BadRequest, place=re.compile("^messages: .*: text$"), reason=re.compile(r"\\ud800")):
         renderer.prompt([{"role": "user", "content": "\ud800"}], {})

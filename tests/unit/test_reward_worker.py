@@ -24,7 +24,7 @@ async def test_a_call_that_is_cancelled_before_it_begins_has_a_reply_too() -> No
     writer.write(
         encode_call(1, b"{}") + encode_frame({"id": 1, "cancel": True})
     )  # read together: the call has had no turn
-    serving = asyncio.create_task(worker._serve_many(theirs, function, ProcessLimits()))
+    serving = asyncio.create_task(worker.serve_many(theirs, function, ProcessLimits()))
     async with asyncio.timeout(LIMIT_S):
         reply = await read_frame(reader)
     assert reply is not None and (reply["id"], "CancelledError" in reply["failed"]) == (1, True)

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from tests.examples import THOROUGH, examples, rarely
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
+from tests.web_server import web_server
 from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards import group
@@ -423,13 +424,8 @@ async def answering() -> AsyncIterator[tuple[str, list[tuple[int, bytes]]]]:
 
     application = web.Application()
     application.router.add_post("/{path:.*}", handle)
-    runner = web.AppRunner(application, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", answers
-    finally:
-        await runner.cleanup()
+    async with web_server(application) as url:
+        yield f"{url}/v1", answers
 
 
 def test_every_reward_that_asks_a_server_is_drawn() -> None:

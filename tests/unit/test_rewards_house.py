@@ -1,6 +1,7 @@
 """The rewards that ship: tables of inputs with their scores, and bounds that hold for any input."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -164,7 +165,7 @@ def test_gpqa_finds_the_letter(way: str) -> None:
 
 @pytest.mark.parametrize("label", [None, "purple", 11, -1, True, {}, "Z"])
 def test_gpqa_refuses_a_label_that_names_no_choice(label: object) -> None:
-    with pytest.raises(RewardFailed, match="want a letter"):
+    with refusal(RewardFailed, reward="gpqa", got=repr(label)):
         gpqa(request("A", label, choices=["red"], valid_letters="ABCD"))
 
 
@@ -290,9 +291,7 @@ def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
 def test_a_language_is_detected_the_same_each_time_or_refused_with_the_cure() -> None:
     text = "This is not eine Sprache, sondern two of them, und keine wins."
     if find_spec("langdetect") is None:
-        with pytest.raises(
-            RewardFailed, match=r"language:response_language' needs .* pip install 'tidemill\[language\]'"
-        ):
+        with refusal(RewardFailed, reason=re.compile(r"language:response_language' .*tidemill\[language\]")):
             follows(LANGUAGE, {"language": "en"}, text)
         return
     assert len({follows(LANGUAGE, {"language": "en"}, text) for _ in range(20)}) == 1

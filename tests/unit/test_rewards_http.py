@@ -16,6 +16,7 @@ from aiohttp import ClientSession, web
 
 from tests.refusals import refusal
 from tests.waits import LIMIT_S, until
+from tests.web_server import web_server
 from tidemill.actors.http_api import decode
 from tidemill.actors.scoring import RewardServer, ScoreBody, serving
 from tidemill.bus.system.limits import ProcessLimits
@@ -48,13 +49,8 @@ async def answering(answer: Answer) -> AsyncIterator[tuple[str, list[Any]]]:
 
     application = web.Application()
     application.router.add_post("/{path:.*}", handle)
-    runner = web.AppRunner(application, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", asked
-    finally:
-        await runner.cleanup()
+    async with web_server(application) as url:
+        yield f"{url}/v1", asked
 
 
 @asynccontextmanager
@@ -217,7 +213,7 @@ async def test_a_judge_without_a_grade_in_bounds_is_asked_again() -> None:
         answering(lambda number, asked: web.json_response({"choices": []})) as (url, asked),
         asking(Judge(url, model="m")) as judge,
     ):
-        with pytest.raises(RewardFailed, match="want choices"):
+        with refusal(RewardFailed, reward="judge", outside=True, reason=re.compile(r"choices\[0\]\.message\.content")):
             await judge(request())
 
 

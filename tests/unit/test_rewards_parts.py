@@ -62,7 +62,7 @@ async def test_a_part_applies_to_samples_with_its_metadata() -> None:
         "score": pytest.approx(2 / 3),
         "words": pytest.approx(2 / 3),
     }
-    with pytest.raises(RewardFailed, match=r"no part applies to metadata {'source': 'x'}.*sums: {'source': 'sums'}"):
+    with refusal(RewardFailed, reward="reward_parts", reason=re.compile(r"{'source': 'x'}.*sums: {'source': 'sums'}")):
         await score(parts, request("7", source="x"))
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import refusal
 from tests.unit.test_rewards_house import OPTIONS
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.builtin.text import sentence
@@ -60,5 +61,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
     if content is not None:
         file.write_bytes(content)
     request = RewardRequest(prompt="p", response="a", label=None, status=Status.COMPLETED)
-    with pytest.raises(RewardFailed, match="want a file with one word a line"):
+    with refusal(RewardFailed, reward="sentence", place=str(file)):
         sentence(request, words=str(file), verbs=OPTIONS["sentence"]["verbs"])

@@ -178,12 +178,12 @@ def test_sound_experts_pass(ids: np.ndarray | None) -> None:
 
 def test_the_actor_does_not_need_the_sizes_of_the_model() -> None:
     check_sample(make_sample(routed_experts=experts()[:, :1]))
-    with pytest.raises(WireError, match="0 everywhere"):
+    with refusal(WireError, field="routed_experts", got="0 everywhere"):
         check_sample(make_sample(routed_experts=changed(slice(None), 0)))
 
 
 def test_zeros_of_one_expert_are_refused_too() -> None:
-    with pytest.raises(WireError, match="0 everywhere"):
+    with refusal(WireError, field="routed_experts", got="0 everywhere"):
         check_routed_experts(np.zeros((3, 2, 1), np.uint8), 3)
 
 
@@ -210,7 +210,7 @@ def test_sizes_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     assert RoutedShape.read(SHAPE.described()) == SHAPE
     with pytest.raises(ValueError, match="want"):
         RoutedShape.read(SHAPE.described() | change)
-    with pytest.raises(ValueError, match="want a map"):
+    with pytest.raises(ValueError, match="got 7: "):
         RoutedShape.read(7)
 
 

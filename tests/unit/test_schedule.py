@@ -15,7 +15,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_tuning
 from tidemill.launch.cli.main import main
 from tidemill.launch.devices.memory_table import MemoryRow, memory_rows
-from tidemill.launch.devices.shapes import trained_tensors
+from tidemill.launch.devices.shapes import Shapes, fused_experts, trained_tensors
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.settings.config import LearnerConfig
@@ -251,6 +251,63 @@ def test_layers_that_a_model_of_experts_has_no_adapters_for_are_named() -> None:
     (error,) = (one.text for one in report.errors)
     want = "want layers of this model that can have adapters (k_proj, o_proj, q_proj, v_proj); experts have none"
     assert f"learner.lora.targets: {want}, got down_proj, gate_proj, up_proj" in error
+
+
+def _tuning_errors(targets: tuple[str, ...], tensors: Shapes, backend: str) -> list[str]:
+    """Return the errors of a check of adapters on these layers."""
+    report = Report()
+    learner = LearnerConfig(lora=LoraConfig(rank=2, targets=targets))
+    check_tuning(report, RunConfig(run="r", learner=learner), tensors, backend=backend)
+    return [error.text for error in report.errors]
+
+
+@pytest.mark.parametrize(
+    ("names", "present"),
+    [
+        (("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj"), "gate_up_proj"),
+        (("experts.{}.w1", "experts.{}.w3", "experts.{}.w2"), "gate_up_proj"),
+        (("experts.{}.up_proj", "experts.{}.down_proj"), "up_proj"),
+    ],
+)
+def test_the_weights_of_experts_are_found_in_files_of_single_ones(names: tuple[str, ...], present: str) -> None:
+    """Two experts of 6 in, 4 inside: A [2, 2, in], B [2, out, 2]."""
+    attention = {"model.layers.0.self_attn.o_proj.weight": (6, 6)}
+    experts = {
+        f"model.layers.0.mlp.{name.format(number)}.weight": (6, 4) if name == names[-1] else (4, 6)
+        for number in (0, 1)
+        for name in names
+    }
+    targets = (f"experts.{present}", "experts.down_proj")
+    learner = LearnerConfig(lora=LoraConfig(rank=2, targets=targets))
+    outputs = 8 if present == "gate_up_proj" else 4
+    assert trained_tensors(attention | experts, learner, backend="fsdp") == {
+        f"model.layers.0.mlp.experts.lora_A.{present}": (2, 2, 6),
+        f"model.layers.0.mlp.experts.lora_B.{present}": (2, outputs, 2),
+        "model.layers.0.mlp.experts.lora_A.down_proj": (2, 2, 4),
+        "model.layers.0.mlp.experts.lora_B.down_proj": (2, 6, 2),
+    }
+    assert _tuning_errors(targets, attention | experts, "fsdp") == []
+    (error,) = _tuning_errors((*targets, "q_proj"), attention | experts, "fsdp")
+    assert f"can have adapters (experts.down_proj, experts.{present}, o_proj), got q_proj" in error
+    (error,) = _tuning_errors(("o_proj", *targets), attention | experts, "megatron")
+    assert "(o_proj); experts have none" in error and "set learner.backend=fsdp" in error
+
+
+def test_the_weights_of_experts_are_found_in_files_of_all() -> None:
+    """Also blocks of MXFP4, of 32 numbers in 16 bytes; experts with names that are not known are left to the ranks."""
+    blocks = {
+        "model.layers.0.mlp.experts.gate_up_proj_blocks": (2, 8, 3, 16),
+        "model.layers.0.mlp.experts.gate_up_proj_scales": (2, 8, 3),
+        "model.layers.0.mlp.experts.gate_up_proj_bias": (2, 8),
+        "model.layers.0.mlp.experts.down_proj": (2, 6, 4),
+    }
+    assert fused_experts(blocks) == {
+        "model.layers.0.mlp.experts.gate_up_proj": (2, 8, 96),
+        "model.layers.0.mlp.experts.down_proj": (2, 6, 4),
+    }
+    target, dense = ("o_proj", "experts.down_proj"), {"model.layers.0.self_attn.o_proj.weight": (6, 6)}
+    assert _tuning_errors(target, {**dense, "model.layers.0.moe.w2_of_all": (2, 6, 4)}, "fsdp") == []
+    assert len(_tuning_errors(target, dense, "fsdp")) == 1
 
 
 @pytest.mark.parametrize(

@@ -32,5 +32,5 @@ def test_when_it_must_be_there(
 ) -> None:
     updates: Any = SimpleNamespace(completed=0, pauses=SimpleNamespace(since_s=paused_since, last_s=last_pause))
     watch = Watch(RequestIds({"input_ids": [5]}, 1), updates)
-    watch._sent_s = asked
-    assert watch._scheduled_s() == scheduled
+    watch.sent_s = asked
+    assert watch.scheduled_s() == scheduled

@@ -78,7 +78,7 @@ def test_without_room_there_is_no_restart_and_with_room_one(tmp_path: Path) -> N
     look(keeper, clock, seconds=1000)
     assert server.restarts == 0 and keeper.reason.startswith("no room: "), keeper.reason
     assert f"free on the disk of {tmp_path}" in keeper.reason
-    server.fault, keeper._need_bytes = "", 1
+    server.fault, keeper.need_bytes = "", 1
     look(keeper, clock, seconds=100)
     assert (server.restarts, keeper.reason) == (1, ""), "the error is remembered until the restart"
 
@@ -105,7 +105,7 @@ def test_one_that_has_ended_is_started_at_once_with_room_alone(tmp_path: Path) -
     server.up = False
     keeper.look()
     assert not server.up and keeper.reason.startswith("no room: ")
-    keeper._need_bytes = 1
+    keeper.need_bytes = 1
     keeper.look()
     assert server.up and keeper.reason == ""
     assert (keeper.restarts, keeper.last_restart) == (1, "nats-server (process 77) ended and is started again")

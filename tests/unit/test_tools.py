@@ -6,6 +6,7 @@ import enum
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -200,10 +201,7 @@ async def test_a_process_with_too_many_hung_calls_is_unusable() -> None:
     assert (
         await called(f"{HERE}:never", {"word": "a"}, seconds=0.05, threads=threads) == "Error: no result within 0.05 s"
     )
-    with pytest.raises(
-        ProcessUnusable,
-        match=r"want at most 1 calls of tools that hang .*max_hung_calls.*, got 2, the last of tool 'never'",
-    ):
+    with refusal(ProcessUnusable, got=re.compile("^2, .*'never'")):
         await called(f"{HERE}:never", {"word": "a"}, seconds=0.05, threads=threads)
 
 

@@ -100,9 +100,9 @@ def test_the_recorded_samples_are_bounded_and_the_same_when_the_step_is_repeated
     samples = make_samples(vocab=VOCAB, groups=32)
     batch = make_batches(samples, max_tokens=60)[0]
     config = RecordConfig(trained=share, step_bytes=most_tokens * TOKEN_BYTES)
-    chosen_N = ValueRecord(config, ALONE)._chosen(batch)
+    chosen_N = ValueRecord(config, ALONE).chosen(batch)
     again = make_batches(list(samples), max_tokens=200)[0]
-    np.testing.assert_array_equal(ValueRecord(config, ALONE)._chosen(again), chosen_N)
+    np.testing.assert_array_equal(ValueRecord(config, ALONE).chosen(again), chosen_N)
     assert batch.trainable_N[chosen_N].sum() <= most_tokens
     of_groups = chosen_N.reshape(32, 4)
     cut = of_groups.any(1) & ~of_groups.all(1)
@@ -122,4 +122,4 @@ def test_a_rank_without_the_results_and_a_setting_of_0_record_nothing() -> None:
     ):
         record = ValueRecord(config, rank)
         record.begin(batch)
-        assert record._at is None and record.end(batch) is None
+        assert record.end(batch) is None

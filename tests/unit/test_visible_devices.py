@@ -2,6 +2,9 @@
 make no sense.
 """
 
+import errno
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -172,7 +175,7 @@ def test_an_answer_that_does_not_come_is_refused(tmp_path: Path, monkeypatch: py
 def test_a_program_that_cannot_run_is_refused(tmp_path: Path) -> None:
     path = fake_nvidia_smi(tmp_path, 1)
     (tmp_path / "nvidia-smi").write_text("#!/no/such/interpreter\n")
-    with pytest.raises(DevicesUnreadable, match="want an answer, got"):
+    with refusal(DevicesUnreadable, where=re.compile("^nvidia-smi "), got=re.compile(os.strerror(errno.ENOENT))):
         found(path)
 
 

@@ -175,11 +175,11 @@ class Reads(TorchDispatchMode):
 def test_a_sum_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(1000, dtype=torch.int32)
     monkeypatch.setattr(checksums, "LANES", 100)
-    checksums._factors.cache_clear()
+    checksums.lane_factors.cache_clear()
     with Reads() as reads:
         checksums.sum64([tensor])
     assert reads.count == 0, "all blocks are read together"
-    checksums._factors.cache_clear()
+    checksums.lane_factors.cache_clear()
 
 
 def test_padding_is_where_the_tensors_are() -> None:

@@ -3,19 +3,18 @@
 `up` itself is forked from a process that has imported its modules; its children are started as everywhere.
 """
 
-import asyncio
 import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.forked import Forked
 from tests.launched import tidemill
-from tests.waits import until
+from tests.waits import LIMIT_S, until
 from tests.whole.prepared import put_prepared
 from tidemill.bus.errors import BusUnavailable, NotFound
 from tidemill.bus.liveness import LiveView
@@ -123,24 +122,34 @@ async def limit_records(bus: Bus, number: int) -> None:
     Not earlier: a learner that starts refuses a bus with other limits than its own.
     """
     stream = subjects.stream(bus.run, subjects.PLAN)
-    found: dict[str, Any] = {}
-    while not found or not found["state"]["last_seq"]:
+
+    async def filled_stream() -> dict[str, Any] | None:
         with contextlib.suppress(NotFound):
-            found = await bus.jet.call(f"STREAM.INFO.{stream}")
-        await asyncio.sleep(0.05)
-    assert number < 0 or found["state"]["last_seq"] < number, f"this test came too late: {found['state']}"
-    await bus.jet.call(f"STREAM.UPDATE.{stream}", {**found["config"], "max_msgs": number})
+            info: dict[str, Any] = await bus.jet.call(f"STREAM.INFO.{stream}")
+            return info if info["state"]["last_seq"] else None
+        return None
+
+    info = await until(filled_stream)
+    assert number < 0 or info["state"]["last_seq"] < number, f"this test came too late: {info['state']}"
+    await bus.jet.call(f"STREAM.UPDATE.{stream}", {**info["config"], "max_msgs": number})
 
 
 async def live(bus: Bus, role: str) -> LiveRow:
     """Return the row of a living process of this role; waits while the bus is away."""
+    return await row_of(bus, role, lambda row: _alive(row.pid))
+
+
+async def row_of(bus: Bus, role: str, is_wanted: Callable[[LiveRow], object], *, timeout_s: float = LIMIT_S) -> LiveRow:
+    """Return the row of a live process of the role, once ``is_wanted`` is true of it; waits while the bus is away."""
     view = LiveView(bus)
-    while True:
+
+    async def wanted_row() -> LiveRow | None:
         with contextlib.suppress(BusUnavailable):
-            for row in await view.alive(role):
-                if _alive(row.pid):
-                    return row
-        await asyncio.sleep(0.05)
+            return next((row for row in await view.alive(role) if is_wanted(row)), None)
+        return None
+
+    row: LiveRow = await until(wanted_row, timeout_s=timeout_s)
+    return row
 
 
 def kill(pid: int) -> None:

@@ -1,14 +1,13 @@
 """Checksums of the bytes of tensors, equal on CPU and CUDA, and the comparison of an engine's weights with the sent
 weights.
 
-``sum64``   bytes as little-endian int32 lanes (zeros at the end), each times an odd 64-bit number drawn from its
-position, added up modulo
-            2^64, and the number of bytes times another one. One changed bit always shows; more, and lanes that changed
-places, are missed
-            with probability 2^-33 at most. Whole numbers, so no device and no order of adding changes it.
-            Source: multilinear hashing (Lemire, Kaser: Strongly universal string hashing is fast, 2014); positions
-mixed as by SplitMix64. ``sha256``  first 16 hexadecimal digits of the SHA-256: the format of SGLang's /weights_checker
-on CPU.
+``sum64``: the bytes as little-endian int32 lanes, with zeros at the end. Each lane is multiplied by an odd 64-bit
+number that is drawn from its position (mixed as by SplitMix64), and the products are added up modulo 2^64, with the
+number of bytes times another such number. One changed bit always shows; several changes, or lanes that changed places,
+are missed with probability 2^-33 at most. All of it is whole numbers, so no device and no order of adding changes it.
+Source: multilinear hashing (Lemire, Kaser: Strongly universal string hashing is fast, 2014).
+
+``sha256``: the first 16 hexadecimal digits of the SHA-256, the format of SGLang's /weights_checker on CPU.
 """
 
 import functools
@@ -102,7 +101,7 @@ def sum64(tensors: Sequence[Tensor]) -> str:
     # A tensor can be viewed as int32 only from a multiple of 4 bytes of its storage; a bucket may hold it at any other.
     if flat.storage_offset() % 4:
         flat = flat.clone()
-    lanes, factors = flat.view(torch.int32), _factors(flat.device)
+    lanes, factors = flat.view(torch.int32), lane_factors(flat.device)
     # Products and sums of int64 wrap modulo 2^64 on every device, which is the modulus of the scheme. The factor of a
     # lane is the factor of its place in the block times the factor of the block, so one table of LANES factors serves
     # tensors of any size.
@@ -175,7 +174,7 @@ def _mixed(position: int) -> int:
 
 
 @functools.cache
-def _factors(device: torch.device) -> Tensor:
+def lane_factors(device: torch.device) -> Tensor:
     """Return int64 [LANES]: the odd numbers of positions 0, 1, ..."""
     import numpy as np  # torch has no shift of unsigned 64-bit integers
 

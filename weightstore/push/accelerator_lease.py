@@ -47,7 +47,7 @@ class AcceleratorLease:
         return bool(row["whose"] == _ENGINES) or not await self._view.alive("learner")
 
     async def wait_until_free(self) -> None:
-        """Wait for the engines that are taking memory, which they can release afterwards; log those that need
+        """Wait for the engines that are taking memory, which they can release afterwards; log each that needs
         ``TAKING_S``.
         """
         deadline = time.monotonic() + TAKING_S

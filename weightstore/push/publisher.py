@@ -103,7 +103,8 @@ class Publisher:
         self._division = division
         self._adapters = adapters
         self._base: AdapterBase | None = None
-        self._pool = None if division is None or adapters is not None else self._new_pool(division.local)
+        self.pool = None if division is None or adapters is not None else self._new_pool(division.local)
+        """Copies of this rank's part of the weights; None before a first push without a division, and with adapters."""
         self._thread = LoopThread("publisher", self._serve)
         self._fenced: Fenced | None = None
         self._last: PushHandle | None = None
@@ -161,12 +162,12 @@ class Publisher:
             since = time.perf_counter()
             adapter = self._base.stage(tensors, _STAGING_S)
             return StagedAdapter(self._base, adapter, step=step, prepare_s=time.perf_counter() - since)
-        if self._pool is None:
+        if self.pool is None:
             tensors = list(tensors)
             self._division = Division(Manifest.of(tensors))
-            self._pool = self._new_pool(self._division.local)
+            self.pool = self._new_pool(self._division.local)
         since = time.perf_counter()
-        staging = self._pool.take(_STAGING_S)
+        staging = self.pool.take(_STAGING_S)
         try:
             chosen(staging.number)
             staging.fill(tensors)

@@ -303,7 +303,7 @@ class Push:
     async def _transfer(
         self, group: PushGroup, members: list[Member], contents: Contents, *, serve: bool
     ) -> dict[Member, float | None]:
-        """Send all buckets to all members. Returns the pauses of those that serve them. Raises _GroupBroken, Fenced."""
+        """Send all buckets to all members. Returns the pauses of serving engines. Raises _GroupBroken, Fenced."""
         if not group.is_open_for(members):
             await _open(group, members)
         if all(member.single_request for member in members):

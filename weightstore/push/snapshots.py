@@ -49,7 +49,8 @@ class SnapshotServer:
         self.url = ""
         self._directory, self._registry, self._at, self._keys = directory, registry, at, keys
         self._keep, self._model_dir = keep, model_dir
-        self._listener: Listener | None = None
+        self.listener: Listener | None = None
+        """The HTTP listener; None before the start."""
         self._writing = asyncio.Lock()
         # Versions with a directory of their adapter, in the order in which they were written
         self._adapters: list[int] = []
@@ -65,9 +66,9 @@ class SnapshotServer:
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob("*" + snapshot_files.ASIDE):
             shutil.rmtree(path)
-        self._listener = Listener({}, RunAccess(self._keys), files=self._directory, shutdown_s=_SHUTDOWN_S)
+        self.listener = Listener({}, RunAccess(self._keys), files=self._directory, shutdown_s=_SHUTDOWN_S)
         # Any port: engines read the URL from the row of the version.
-        self.url = await self._listener.start(self._at.bind, 0, advertise=self._at.advertised, name="weights.host")
+        self.url = await self.listener.start(self._at.bind, 0, advertise=self._at.advertised, name="weights.host")
         newest = await self._registry.snapshot()
         if newest is not None and newest.snapshot.startswith("http"):
             if await asyncio.to_thread(self._left_over, newest):
@@ -81,8 +82,8 @@ class SnapshotServer:
 
     async def close(self) -> None:
         """Stop serving. The directories stay for the next process."""
-        if self._listener is not None:
-            await self._listener.close()
+        if self.listener is not None:
+            await self.listener.close()
 
     def where(self, version: int) -> str:
         """Return the URL of a version's snapshot; "" when there is none."""

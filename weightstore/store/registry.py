@@ -9,8 +9,7 @@
 A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows
 that were lost (the bucket was emptied) are restored from the other records that name them: a publisher's memory, the
 log PLAN, the tasks. A head that cannot be read counts as lost: the newest learner restores it. ``after`` of the row is
-the end of SAMPLES before any engine could have the
-version: no sample up to there can be of it.
+the end of SAMPLES before any engine could have the version: no sample up to there can be of it.
 """
 
 import dataclasses
@@ -37,13 +36,13 @@ class VersionRegistry:
     """The versions of one run. Every method raises BusUnavailable when the bus stays away."""
 
     def __init__(self, bus: Bus) -> None:
-        self._bus, self._rows, self._samples = bus, bus.rows("weights"), bus.samples
+        self._bus, self.rows, self._samples = bus, bus.rows("weights"), bus.samples
         self._steps: dict[int, int] = {}
         self._next, self._repeated = 0, FailureLog(_log)
 
     async def head(self) -> VersionRow | None:
         """Return the newest published version; None before the first. Raises UnreadableRow until it is restored."""
-        entry = await self._rows.get(HEAD)
+        entry = await self.rows.get(HEAD)
         return _parse(HEAD, entry and entry[0])
 
     async def repaired_head(self, epoch: int) -> VersionRow | None:
@@ -51,7 +50,7 @@ class VersionRegistry:
         return _parse(HEAD, await self._readable_head(epoch))
 
     async def _readable_head(self, epoch: int) -> Value | None:
-        value, revision = await self._rows.read(HEAD)
+        value, revision = await self.rows.read(HEAD)
         if value is not None or not revision:
             return value
         newest = await self._newest_published()
@@ -65,7 +64,7 @@ class VersionRegistry:
 
     async def row(self, version: int) -> VersionRow | None:
         """Return the row of a version; None if it is not registered, or the row cannot be read."""
-        value, _ = await self._rows.read(_key(version))
+        value, _ = await self.rows.read(_key(version))
         return _parse(_key(version), value)
 
     async def row_for(self, version: int, seq: int) -> VersionRow | None:
@@ -117,7 +116,7 @@ class VersionRegistry:
         """Return whether the head or a row is missing, although the versions of ``steps`` were used."""
         if not steps:
             return False
-        head, _ = await self._rows.read(HEAD)
+        head, _ = await self.rows.read(HEAD)
         return _parse(HEAD, head) is None or not steps.keys() <= set(await self._versions())
 
     async def restore(self, steps: Mapping[int, int], epoch: int) -> None:
@@ -140,7 +139,7 @@ class VersionRegistry:
 
     async def _restore_row(self, version: int, step: int, epoch: int, state: str) -> bool:
         row = VersionRow(version=version, step=step, epoch=epoch, state=state).stored()
-        changed = await self._rows.change(
+        changed = await self.rows.change(
             _key(version), lambda value: row if value is None else None, replace_unreadable=True
         )
         return changed.before is None
@@ -168,7 +167,7 @@ class VersionRegistry:
             if newest > epoch:
                 raise Fenced(f"weights.{HEAD}", epoch, newest)
 
-        return (await self._rows.change(HEAD, fn, replace_unreadable=True, if_none=refuse_if_replaced)).after
+        return (await self.rows.change(HEAD, fn, replace_unreadable=True, if_none=refuse_if_replaced)).after
 
     async def _newest_published(self) -> VersionRow | None:
         for version in sorted(await self._versions(), reverse=True):
@@ -182,7 +181,7 @@ class VersionRegistry:
 
     async def newest_epoch(self) -> int:
         """Return the epoch of the newest learner (``fence``); 0 = none. Raises UnreadableRow, as ``head``."""
-        entry = await self._rows.get(HEAD)
+        entry = await self.rows.get(HEAD)
         return 0 if entry is None else int(entry[0].get("fence", 0))
 
     async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
@@ -191,7 +190,7 @@ class VersionRegistry:
         if head is not None:
             return head
         row = VersionRow(version=0, step=0, epoch=epoch, digest=digest, snapshot=where, after=0)
-        await self._rows.put(_key(0), row.stored())
+        await self.rows.put(_key(0), row.stored())
         row = await self.publish(row)
         await self._note_snapshot(row)
         return row
@@ -206,7 +205,7 @@ class VersionRegistry:
             self._next += 1
             try:
                 # Nor in place of a deleted one: its number was used.
-                await self._rows.update(_key(row.version), row.stored(), 0)
+                await self.rows.update(_key(row.version), row.stored(), 0)
                 return await self._begin_after(row, await self._samples.ends())
             except RowConflict:  # used by a learner that has been replaced, or that replaces this one
                 continue
@@ -235,7 +234,7 @@ class VersionRegistry:
                 return now
             return None if value.get("state") == row.state else {**value, "state": row.state}
 
-        await self._rows.change(_key(row.version), shown, replace_unreadable=True)
+        await self.rows.change(_key(row.version), shown, replace_unreadable=True)
         # A head that could not be read was restored meanwhile, from the rows that were published before this one.
         await self._change_head(row.epoch, published)
         return row
@@ -246,7 +245,7 @@ class VersionRegistry:
         A version that became the head stays published, also where ``publish`` did not return: the answer of the bus was
         lost, or came after a newer learner's fence.
         """
-        value, _ = await self._rows.read(HEAD)
+        value, _ = await self.rows.read(HEAD)
         head = _parse(HEAD, value)
         is_head = head is not None and (head.version, head.epoch) == (row.version, row.epoch)
         state = "published" if is_head else "failed"
@@ -254,7 +253,7 @@ class VersionRegistry:
         def ended(value: Value | None) -> Value | None:
             return {**value, "state": state} if value is not None and value.get("state") == "pushing" else None
 
-        await self._rows.change(_key(row.version), ended, replace_unreadable=True)
+        await self.rows.change(_key(row.version), ended, replace_unreadable=True)
 
     async def set_snapshot(self, version: int, where: str) -> None:
         """Record where a version's snapshot is ("" = it is gone). Raises NotFound for a version that does not exist."""
@@ -269,7 +268,7 @@ class VersionRegistry:
 
         None: an older one, whose snapshot is removed. Raises NotFound for another version.
         """
-        value, _ = await self._rows.read(SNAPSHOT)
+        value, _ = await self.rows.read(SNAPSHOT)
         newest = _parse(SNAPSHOT, value)
         if newest is not None and newest.version == version:
             return dataclasses.replace(newest, snapshot=where)
@@ -279,13 +278,13 @@ class VersionRegistry:
 
     async def snapshot(self) -> VersionRow | None:
         """Return the row of the newest version that has a snapshot."""
-        value, _ = await self._rows.read(SNAPSHOT)
+        value, _ = await self.rows.read(SNAPSHOT)
         row = _parse(SNAPSHOT, value)
         return row if row is not None and row.snapshot else None
 
     async def request_snapshot(self, version: int, by: str, nonce: str) -> None:
         """Request a snapshot of a version or a later one. All engines need the head, so one row serves all."""
-        await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
+        await self.rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
 
     async def _begin_after(self, row: VersionRow, ends: Position) -> VersionRow:
         """Return the row with ``after``, which is set once."""
@@ -294,16 +293,16 @@ class VersionRegistry:
         def begun(value: Value | None) -> Value | None:
             return None if value is None or int(value.get("after", -1)) >= 0 else {**value, **after}
 
-        value = (await self._rows.change(_key(row.version), begun, replace_unreadable=True)).after or after
+        value = (await self.rows.change(_key(row.version), begun, replace_unreadable=True)).after or after
         return dataclasses.replace(row, after=int(value["after"]), afters=tuple(value.get("afters", ())))
 
     async def set_evicted(self, reasons: Mapping[str, str]) -> None:
         """Record the engines that are not pushed to, with the reasons, for `tidemill status`."""
-        await self._rows.put(EVICTED, {"engines": dict(reasons)})
+        await self.rows.put(EVICTED, {"engines": dict(reasons)})
 
     async def evicted(self) -> dict[str, str]:
         """Return the engines that are not pushed to -> why, as of the last push."""
-        entry = await self._rows.get(EVICTED)
+        entry = await self.rows.get(EVICTED)
         return {} if entry is None else {str(engine): str(why) for engine, why in entry[0].get("engines", {}).items()}
 
     async def _note_snapshot(self, row: VersionRow) -> None:
@@ -315,18 +314,18 @@ class VersionRegistry:
                 return None
             return row.stored()
 
-        await self._rows.change(SNAPSHOT, noted, replace_unreadable=True)
+        await self.rows.change(SNAPSHOT, noted, replace_unreadable=True)
 
     async def forget(self, before_step: int) -> None:
         """Remove the rows of versions of earlier steps, up to the first one of this step or later."""
-        async with aclosing(self._rows.written("v.*", 1)) as rows:  # type: ignore[type-var]
+        async with aclosing(self.rows.written("v.*", 1)) as rows:  # type: ignore[type-var]
             async for value, message in rows:
                 if int(value["step"]) >= before_step:
-                    await self._rows.trim("v.*", message.seq)
+                    await self.rows.trim("v.*", message.seq)
                     return
 
     async def _versions(self) -> list[int]:
-        named = [natural(key.removeprefix("v.")) for key in await self._rows.keys() if key.startswith("v.")]
+        named = [natural(key.removeprefix("v.")) for key in await self.rows.keys() if key.startswith("v.")]
         return [version for version in named if version is not None]
 
     async def _change(self, key: str, version: int, **changes: str | int) -> None:
@@ -335,7 +334,7 @@ class VersionRegistry:
                 return None
             return {**value, **changes}
 
-        await self._rows.change(key, changed, replace_unreadable=True)
+        await self.rows.change(key, changed, replace_unreadable=True)
 
 
 def _key(version: int) -> str:

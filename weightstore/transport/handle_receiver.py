@@ -264,7 +264,7 @@ class HandleReceivers:
     def open(self, row: LiveRow) -> WeightReceiver:
         """Return a receiver for an engine; one that gets no handles is logged once."""
         otherwise = self._otherwise(row)
-        if why := self._why_not(row):
+        if why := self.why_not(row):
             if row.id not in self._logged:
                 _log.warning(
                     "no handles for this engine, it is pushed to by broadcast engine=%s reason=%s", row.id, why
@@ -290,7 +290,7 @@ class HandleReceivers:
         """Close the sockets of all receivers that were opened."""
         self._context.destroy(linger=0)
 
-    def _why_not(self, row: LiveRow) -> str:
+    def why_not(self, row: LiveRow) -> str:
         if not row.handles:
             return "it offers none"
         if not self._place or row.place != self._place:

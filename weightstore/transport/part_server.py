@@ -56,23 +56,25 @@ class PartServer:
         self._end = own_end()
         self._memory = staging_memory(config, self._end)
         self._bucket_bytes = config.bucket_size(on_gpu=bool(self._end.uuid))
-        self._pool = StagingPool(manifest, self._bucket_bytes, memory=self._memory)
+        self.pool = StagingPool(manifest, self._bucket_bytes, memory=self._memory)
+        """Copies of the part."""
         self._copies: dict[int, Staging] = {}
         self._sets: dict[str, Mapping[str, Tensor]] = {}
         self._read: dict[str, threading.Event] = {}  # Set name -> set when rank 0 has read it
         self._has_left = threading.Event()  # Set when no request of rank 0 will follow
-        self._groups: dict[str, Sender] = {}
+        self.groups: dict[str, Sender] = {}
+        """Open groups by id."""
         self._met: set[str] = set()  # Ids of the groups that members have begun to join
         self._ids = itertools.count(1)
         self._key = secrets.token_urlsafe(_KEY_BYTES)
-        self._thread = LoopThread("weight part", self._serve)
+        self.thread = LoopThread("weight part", self._serve)
         self._url = ""
 
     # -- the trainer's thread
 
     def start(self) -> PartPlace:
         """Listen. Returns the address for rank 0. Raises OSError."""
-        self._thread.start(START_S)
+        self.thread.start(START_S)
         count, num_bytes = len(self._manifest.specs), self._manifest.num_bytes
         _log.info("part of the weights rank=%d tensors=%d bytes=%d url=%s", self._rank, count, num_bytes, self._url)
         return PartPlace(
@@ -87,9 +89,9 @@ class PartServer:
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Fill the copy of this number, which rank 0 has found free. Raises BadManifest, PublisherClosed."""
-        if not self._thread.is_alive:
-            raise PublisherClosed(f"the server of this rank's weights has ended: {self._thread.failure!r}")
-        copy = self._pool.at(number)
+        if not self.thread.is_alive:
+            raise PublisherClosed(f"the server of this rank's weights has ended: {self.thread.failure!r}")
+        copy = self.pool.at(number)
         copy.fill(tensors)
         self._copies[number] = copy
         self._sets[staged(number)] = dict(copy.tensors())
@@ -106,11 +108,11 @@ class PartServer:
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Wait until no request of rank 0 will follow. Returns whether that is so, or the server has ended."""
-        return not self._thread.is_alive or self._has_left.wait(timeout_s)
+        return not self.thread.is_alive or self._has_left.wait(timeout_s)
 
     def close(self) -> None:
         """Stop serving, close all groups, and end the thread. Safe to call twice."""
-        self._thread.close(START_S)
+        self.thread.close(START_S)
         if self._memory is not None:
             self._memory.close()
 
@@ -122,11 +124,11 @@ class PartServer:
             # Without the advertised name, by which engines reach this machine: rank 0 is on the same one, or on its
             # network.
             self._url = await listener.start(self._at.bind, 0, name="weights.host")
-            self._thread.ready()
-            await self._thread.closing()
+            self.thread.ready()
+            await self.thread.closing()
         finally:
-            for group_id in list(self._groups):
-                self._groups.pop(group_id).close()
+            for group_id in list(self.groups):
+                self.groups.pop(group_id).close()
             await listener.close()
 
     def listener(self) -> Listener:
@@ -178,9 +180,9 @@ class PartServer:
         except PeerLost as error:
             raise OSError(str(error)) from None  # no engine has part in this
         group_id = str(next(self._ids))
-        self._groups[group_id] = sender
+        self.groups[group_id] = sender
         # If the answer is lost, rank 0 knows of no group to be closed.
-        asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self._drop_unmet, group_id)
+        asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self.drop_unmet, group_id)
         return {"id": group_id, "host": sender.host, "port": sender.port}
 
     async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> None:
@@ -188,10 +190,10 @@ class PartServer:
         self._met.add(request.match_info["id"])
         await group.meet()
 
-    def _drop_unmet(self, group_id: str) -> None:
-        if group_id in self._groups and group_id not in self._met:
+    def drop_unmet(self, group_id: str) -> None:
+        if group_id in self.groups and group_id not in self._met:
             _log.warning("group closed, because no engine was requested to join it id=%s", group_id)
-            self._groups.pop(group_id).close()
+            self.groups.pop(group_id).close()
 
     async def _send(self, request: web.Request, body: Mapping[str, Any]) -> None:
         group, timeout_s = self._group(request), _seconds_in(body)
@@ -201,8 +203,8 @@ class PartServer:
 
     async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> None:
         group_id = request.match_info["id"]
-        if group_id in self._groups:  # an earlier request may have closed it, and its answer been lost
-            self._groups.pop(group_id).close()
+        if group_id in self.groups:  # an earlier request may have closed it, and its answer been lost
+            self.groups.pop(group_id).close()
         self._met.discard(group_id)
 
     async def _differences(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
@@ -230,7 +232,7 @@ class PartServer:
         read.set()  # last: the trainer's thread may offer another one by this name now
 
     def _group(self, request: web.Request) -> Sender:
-        return self._groups[request.match_info["id"]]
+        return self.groups[request.match_info["id"]]
 
     def _flat(self, copy: int, bucket: int) -> Tensor:
         return self._copies[copy].buckets[bucket][1]

@@ -172,7 +172,7 @@ class StagedModel:
         step: int = -1,
         prepare_s: float = 0.0,
     ) -> None:
-        """``deadlines``: the one of phase ``verify`` also bounds the comparison of checksums in another rank.
+        """``deadlines``: the deadline of phase ``verify`` also bounds the comparison of checksums in another rank.
 
         ``prepare_s``: seconds that the copy has taken.
         """

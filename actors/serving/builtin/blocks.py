@@ -101,6 +101,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.generation = 0
         """Number of changes of the weights."""
+        self.evicted = 0
+        """Blocks of known tokens that were taken for others."""
         self.clear()
 
     def clear(self) -> None:
@@ -160,7 +162,7 @@ class BlockPool:
         return False
 
     def register(self, table: BlockTable, digests: Sequence[bytes], experts: bytes | None = None) -> None:
-        """Make the full blocks of a table known: those of ``digests``, with the experts of all of their tokens."""
+        """Make the full blocks of a table known by ``digests``, with the experts of all of their tokens."""
         if table.generation != self.generation:
             return
         for place in range(table.registered, len(digests)):
@@ -215,6 +217,7 @@ class BlockPool:
             block, self.touched = self.touched, self.touched + 1
         else:
             block, _ = self._idle.popitem(last=False)
+            self.evicted += 1
             self._forget(block)
         self._references[block] += 1
         return block

@@ -125,7 +125,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
 
     scheduler: Scheduler
     peer_snapshots: PeerSnapshotServer
-    _backend: BuiltinBackend
+    backend: BuiltinBackend
     eos_ids: frozenset[int]
     _takes_adapters: bool
     _loop: asyncio.AbstractEventLoop
@@ -153,14 +153,14 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         self.peer_snapshots = PeerSnapshotServer(self._updates.served, self.model_dir)
         self.eos_ids = frozenset(facts.eos_ids)
         model = Model(eos_ids=self.eos_ids, max_context=context, text=text)
-        self._backend = BuiltinBackend(self, self.scheduler, facts, model, lambda: self.peer_snapshots)
+        self.backend = BuiltinBackend(self, self.scheduler, facts, model, lambda: self.peer_snapshots)
         sizes = f"bytes={weights.size_bytes} context={context} kv_tokens={num_blocks * BLOCK}"
         log.info("engine loaded model=%s %s device=%s dtype=%s", self.model_dir, sizes, weights.device, weights.dtype)
 
     async def _open(self) -> BuiltinBackend:
         self._loop = asyncio.get_running_loop()
         self.scheduler.start()
-        return self._backend
+        return self.backend
 
     async def failed(self) -> None:
         """Wait until the decoding thread has ended, then raise EngineFailed. Found within ``ALIVE_EVERY_S`` seconds."""
@@ -179,7 +179,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         """Generate one token, in any phase. Raises EngineFailed, also after ``timeout_s`` or for released memory."""
         if self.scheduler.released or not self.whole:
             raise EngineFailed(self.url, "its memory is released")
-        await self._backend.probe(timeout_s)
+        await self.backend.probe(timeout_s)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -198,7 +198,8 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start and gauges: running, waiting, waiting_share (of the last seconds), blocks of
-        keys and values in use, free, and of those free the idle ones, which later prompts may begin with.
+        keys and values in use, free, of those free the idle ones, which later prompts may begin with, and idle ones
+        that were taken for other tokens.
         """
         counters, pool = self.scheduler.counters, self.scheduler.batch.pool
         running = len(self.scheduler.running)
@@ -206,6 +207,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
             "kv_blocks_used": pool.num_blocks - pool.available,
             "kv_blocks_free": pool.available,
             "kv_blocks_idle": pool.num_idle,
+            "kv_blocks_evicted": pool.evicted,
             "cached_tokens": counters.prompt_tokens - counters.prefill_tokens,
             "running": running,
             "waiting": max(0, self.unfinished - running) + self.awaiting_version,

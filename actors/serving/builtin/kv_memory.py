@@ -95,7 +95,7 @@ class KVMemory:
         torch.index_select(self.layers[layer][0], 0, chunk.index, out=chunk.gathered)
 
     def chunks(self, blocks_NL: NDArray[np.int64], counts: Sequence[int]) -> "list[Chunk]":
-        """Divide rows into those that are gathered together; ``counts``: blocks of each row, without padding."""
+        """Divide rows into groups that are gathered together; ``counts``: blocks of each row, without padding."""
         return [self._chunk(rows, blocks_NL[rows, :longest]) for rows, longest in self.divide(counts)]
 
     def divide(self, counts: Sequence[int]) -> Iterator[tuple[slice, int]]:

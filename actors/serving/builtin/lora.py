@@ -154,9 +154,9 @@ class IncomingAdapter:
 
     def _modules(self) -> Iterator[str]:
         for name in self._named:
-            found = module_of(name)
-            assert found is not None, "names are checked before"
-            yield found[0]
+            module = module_of(name)
+            assert module is not None, "names are checked before"
+            yield module[0]
 
     def built(self) -> Adapter:
         """Return the complete adapter. Blocking."""

@@ -48,7 +48,8 @@ class PeerSnapshotServer:
         self._served, self._model_dir, self._write_snapshot = served, model_dir, write
         self._scratch: Scratch | None = None
         self._making = asyncio.Lock()
-        self._used_s: dict[str, float] = {}
+        self.used_s: dict[str, float] = {}
+        """Time of the last request for a file of each snapshot."""
         self._readers: Counter[str] = Counter()
         """Number of files that are being sent, by snapshot."""
         self._writing: dict[str, asyncio.Task[Path]] = {}
@@ -72,8 +73,8 @@ class PeerSnapshotServer:
             self._use(name)
 
     def _use(self, name: str) -> None:
-        self._used_s[name] = time.monotonic()
-        asyncio.get_running_loop().call_later(KEEP_S + 1, self._prune)
+        self.used_s[name] = time.monotonic()
+        asyncio.get_running_loop().call_later(KEEP_S + 1, self.prune)
 
     async def close(self) -> None:
         """Stop writing snapshots and remove all of them."""
@@ -84,7 +85,7 @@ class PeerSnapshotServer:
             await asyncio.to_thread(self._scratch.close)
 
     async def _at(self, name: str) -> Path:
-        if name in self._used_s:
+        if name in self.used_s:
             assert self._scratch is not None
             return self._scratch.path / name
         if name not in self._writing:
@@ -111,8 +112,8 @@ class PeerSnapshotServer:
         written: Mapping[str, Tensor] = tensors
         if adapter is not None:
             written = MergedTensors(tensors, adapter.named, adapter.scale)
-        self._prune()
-        if len(self._used_s.keys() | self._writing.keys()) > AT_ONCE:
+        self.prune()
+        if len(self.used_s.keys() | self._writing.keys()) > AT_ONCE:
             raise PeerTransferRefused(f"{name}: {AT_ONCE} others are being read")
         async with self._making:
             if self._scratch is None:
@@ -124,16 +125,16 @@ class PeerSnapshotServer:
         if weights.writes != writes:
             await asyncio.to_thread(shutil.rmtree, path)
             raise PeerTransferRefused(f"{name}: two pushes were received meanwhile")
-        self._used_s[name] = time.monotonic()
+        self.used_s[name] = time.monotonic()
         log.info("peer snapshot written version=%d path=%s", version, path)
         return path
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
         """Remove snapshots that are not read any more; a file that is open stays readable."""
         now = time.monotonic()
-        unread = [name for name, used_s in self._used_s.items() if now - used_s > KEEP_S and not self._readers[name]]
+        unread = [name for name, used_s in self.used_s.items() if now - used_s > KEEP_S and not self._readers[name]]
         for name in unread:
-            del self._used_s[name], self._readers[name]
+            del self.used_s[name], self._readers[name]
             assert self._scratch is not None
             with suppress(OSError):
                 shutil.rmtree(self._scratch.path / name)

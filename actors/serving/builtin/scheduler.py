@@ -110,7 +110,8 @@ class Scheduler:
         self.device, self.dtype = runner.device, runner.weights.dtype
         self._post, self._threads = post, threads
         self.runner = runner
-        self._calls = CallQueue()
+        self.calls = CallQueue()
+        """Calls that wait for the end of a step."""
         self._idle_since: float | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -171,7 +172,7 @@ class Scheduler:
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
         """Run ``function`` between two steps. Its future is cancelled if the thread has ended."""
-        return self._calls.call(function)
+        return self.calls.call(function)
 
     @between_steps
     def submit(self, sequences: list[Sequence]) -> None:
@@ -209,7 +210,7 @@ class Scheduler:
                     self._step()
                 self._deliver()
                 self.counters.decode_cpu_s = time.thread_time()
-        self._calls.close()
+        self.calls.close()
         for scoring in self.scorings:
             scoring.done.cancel()
 
@@ -239,7 +240,7 @@ class Scheduler:
         while not self._closed:
             busy = not self.held and (self.running or self.waiting or self.scorings)
             try:
-                call = self._calls.get_nowait() if busy else self._wait_for_call()
+                call = self.calls.get_nowait() if busy else self._wait_for_call()
             except queue.Empty:
                 return
             _run(call)
@@ -248,11 +249,11 @@ class Scheduler:
     def _wait_for_call(self) -> Call:
         since = time.perf_counter()
         if self.held:
-            call = self._calls.get()
+            call = self.calls.get()
             self.counters.paused_s += time.perf_counter() - since
             return call
         self._idle_since = since
-        call = self._calls.get()
+        call = self.calls.get()
         self._idle_since = None
         self.counters.idle_s += time.perf_counter() - since
         return call

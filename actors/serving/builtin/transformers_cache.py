@@ -114,7 +114,7 @@ def row_sizes(probed: DynamicCache, max_positions: int) -> RowSizes:
 
 
 def kept_bytes(probed: DynamicCache) -> tuple[int, int]:
-    """Return the bytes that a cache keeps of each token, and those of the states of a row."""
+    """Return the bytes that a cache keeps of each token, and the bytes of the states of a row."""
     parts = [part[0, 0] for layer in probed.layers for part in _parts(layer).values()]
     states = [state[0] for states, number in _states(probed.layers) if (state := states[number]) is not None]
     of_token, of_states = (sum(item.numel() * item.element_size() for item in items) for items in (parts, states))
@@ -144,7 +144,7 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _add(self, name: str, new_N: Tensor) -> Tensor:
-        """Store a part of the new tokens. Returns that of all tokens of the rows, [N, L, ...]."""
+        """Store a part of the new tokens. Returns the values of all tokens of the rows, [N, L, ...]."""
         store = self.parts[name]
         store.index_copy_(0, self._step.new_N, new_N)
         seen_NL = self._step.seen_NL
@@ -152,12 +152,12 @@ class PagedLayer(CacheLayerMixin):
         return store.index_select(0, seen_NL.flatten()).unflatten(0, seen_NL.shape)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take keys and values of one new token per row, [N, K, 1, D]. Returns those of all tokens, [N, K, L, D]."""
+        """Take keys and values of one new token per row, [N, K, 1, D]. Returns all keys and values, [N, K, L, D]."""
         keys_NLKD, values_NLKD = self._add("keys", key_states[:, :, 0]), self._add("values", value_states[:, :, 0])
         return keys_NLKD.transpose(1, 2), values_NLKD.transpose(1, 2)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Take the indexer's keys of one new token per row, [N, 1, D]. Returns those of all tokens, [N, L, D]."""
+        """Take the indexer's keys of one new token per row, [N, 1, D]. Returns the keys of all tokens, [N, L, D]."""
         return self._add("indexer_keys", indexer_key_states[:, 0])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -289,7 +289,7 @@ class RowCache(Cache):
         self._places_NL = torch.from_numpy(_places(tables)).to(self._device)
 
     def _exchange_states(self, tables: Sequence[BlockTable]) -> None:
-        """Put the states of the rows into the layers; those of the rows before are kept with their tables."""
+        """Put the states of the rows into the layers. The states of earlier rows are kept with their tables."""
         slots = [(states, number) for states, number in _states(self.layers)]
         batched = [states[number] for states, number in slots]
         for row, table in enumerate(self._tables):
@@ -322,7 +322,7 @@ class RowCache(Cache):
 
 
 def _begin(layer: LinearAttentionLayer) -> None:
-    """Mark the states of a layer as those of tokens that came before."""
+    """Mark the states of a layer as computed from earlier tokens."""
     for number in range(layer.number_of_states):
         conv, recurrent = layer.conv_states[number], layer.recurrent_states[number]
         layer.is_conv_states_initialized[number] = conv is not None

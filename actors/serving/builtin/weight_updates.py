@@ -78,7 +78,7 @@ class BuiltinUpdates(Updates):
         """Messages that are received directly into the standby copy, which has no other use while one is late."""
         self._copying = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         """Stream of the copies to a GPU."""
-        self._writing = asyncio.Lock()
+        self.writing = asyncio.Lock()
         """Held while the standby copy is written or swapped."""
 
     # -- groups
@@ -157,7 +157,7 @@ class BuiltinUpdates(Updates):
 
     async def release(self, tags: frozenset[str]) -> None:
         """Release memory; with ``weights`` both copies are dropped."""
-        async with self._writing:
+        async with self.writing:
             tokens = await asyncio.wrap_future(self._scheduler.release(tags))
             if WEIGHTS in tags:
                 if self._open is not None:
@@ -168,7 +168,7 @@ class BuiltinUpdates(Updates):
         self._log_memory("released", tags, tokens)
 
     async def resume(self, tags: frozenset[str]) -> None:
-        async with self._writing:
+        async with self.writing:
             await self._restore(tags)
 
     async def _restore(self, tags: frozenset[str]) -> None:
@@ -181,11 +181,11 @@ class BuiltinUpdates(Updates):
     async def between_updates(self, timeout_s: float) -> None:
         """Wait while an update is open, for ``timeout_s`` at most, and for the end of a flip."""
         await super().between_updates(timeout_s)
-        async with self._writing:
+        async with self.writing:
             pass
 
     async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
-        async with self._writing:  # a release waits until it is done
+        async with self.writing:  # a release waits until it is done
             if self.begun != begun:
                 return None
             had_released = bool(self.released)
@@ -206,7 +206,7 @@ class BuiltinUpdates(Updates):
         """
         update = self._open_update(version, "another one begins", adapter=adapter)
         self.begun += 1
-        async with self._writing:
+        async with self.writing:
             if update.has_weights:
                 await self._ensure_standby()
             else:
@@ -253,10 +253,12 @@ class BuiltinUpdates(Updates):
                 update.check_new(specs, self._sizes)
                 update.announced.update(spec.name for spec in specs)
                 incoming: list[Incoming] = []
+                into_buffers = False
                 try:
                     for bucket in buckets:
                         self._check_current(update)
                         incoming.append(await self._receive(update, group, bucket, timeout_s))
+                        into_buffers |= incoming[-1].place is None
                         if len(incoming) > 1:
                             await self._write(update, incoming.pop(0))
                     while incoming:
@@ -264,7 +266,9 @@ class BuiltinUpdates(Updates):
                 finally:
                     for message in incoming:
                         message.discard()
-                    if len(self._groups) > 1:  # each rank of the learner that sends has one
+                    # Each rank of the learner that sends has a group. Pushes after the second need no buffers: their
+                    # messages are received into the standby copy.
+                    if len(self._groups) > 1 or not into_buffers:
                         group.drop_buffers()
 
     async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
@@ -277,7 +281,7 @@ class BuiltinUpdates(Updates):
                 raise UpdateRefused(
                     f"bucket: want {bucket.num_bytes} bytes, which these tensors have, got {offered.num_bytes}"
                 )
-            async with asyncio.timeout(timeout_s), self._writing:
+            async with asyncio.timeout(timeout_s), self.writing:
                 self._check_current(update)
                 if (incoming := update.adapter_of(bucket)) is not None:
                     await asyncio.to_thread(lambda: incoming.add(bucket, offered.tensor()))
@@ -292,7 +296,7 @@ class BuiltinUpdates(Updates):
         return await self._end(self._current(version))
 
     async def _end(self, update: Update) -> float:
-        async with self._writing:
+        async with self.writing:
             with self._discarding(update, "end"):
                 self._current()  # another epoch may have taken over meanwhile
                 self._check_whole(update)
@@ -300,7 +304,7 @@ class BuiltinUpdates(Updates):
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
         update = self._open_from_directory(version)
-        async with self._writing:
+        async with self.writing:
             return await self._load(update, directory)
 
     def _open_update(
@@ -354,7 +358,7 @@ class BuiltinUpdates(Updates):
             raise UpdateRefused(f"lora_path: {error}") from error
         incoming = self._incoming_adapter(header)
         incoming.check_new([spec_of(tensor_name, tensor) for tensor_name, tensor in tensors.items()], ())
-        async with self._writing:
+        async with self.writing:
             if header.base:
                 await self._require_base(header.base)
             await asyncio.to_thread(incoming.take, tensors.items())
@@ -377,7 +381,7 @@ class BuiltinUpdates(Updates):
             raise UpdateRefused(f"adapter: want one of the weights {self._base}, which are served, got one of {base!r}")
 
     async def checksums(self) -> dict[str, str]:
-        async with self._writing:  # a flip holds it, so these tensors are not written while they are read
+        async with self.writing:  # a flip holds it, so these tensors are not written while they are read
             weights = self._served_weights()
             named = self._merged(weights.named)
             return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
@@ -386,7 +390,7 @@ class BuiltinUpdates(Updates):
         """Return the served version, its weights, into which the next push of weights but one writes, and the adapter
         that is added to them.
         """
-        async with self._writing:
+        async with self.writing:
             if self._served is None:
                 raise PeerTransferRefused("the memory of the weights is released")
             return self._scheduler.version, self._served, self._adapter
@@ -396,7 +400,7 @@ class BuiltinUpdates(Updates):
         return tensors if self._adapter is None else MergedTensors(tensors, self._adapter.named, self._adapter.scale)
 
     async def checksum_report(self, *, of: str) -> tuple[int | None, ChecksumReport]:
-        async with self._writing:
+        async with self.writing:
             if of != "update":
                 tensors: Mapping[str, Tensor] = self._served_weights().with_alias()
                 if of == "served":
@@ -486,7 +490,7 @@ class BuiltinUpdates(Updates):
         bucket, place, message = incoming.bucket, incoming.place, await incoming.future
         self._straight.discard(incoming.future)  # the message is complete, though its callbacks may not have run yet
         try:
-            async with self._writing:
+            async with self.writing:
                 self._check_current(update)
                 adapter, standby = update.adapter_of(bucket), self._standby
                 if adapter is not None:

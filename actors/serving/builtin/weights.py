@@ -28,6 +28,8 @@ from tidemill.weightstore.store import snapshot_files
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ALIGNED_BYTES = 64
 """Alignment of torch's tensors on the CPU: products of a tensor with another one may differ in their last bits."""
+MAPPED_BYTES = 64_000_000
+"""Bytes of a weight file that are read from one mapping."""
 
 
 class WeightSet(Protocol):
@@ -279,13 +281,26 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a model directory, read lazily on the CPU. Raises as ``weight_files``."""
+    """Yield every tensor of a model directory, read lazily on the CPU. Raises as ``weight_files``.
+
+    Tensors are views of the mapped file, whose pages count as this process's memory until its last view is gone.
+    Therefore the file is mapped anew every ``MAPPED_BYTES``.
+    """
     from safetensors import safe_open
 
     for file in weight_files(model_dir):
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                yield name, tensors.get_tensor(name)
+        with file.open("rb") as held:  # the same file, also where another one takes its name meanwhile
+            path = f"/proc/self/fd/{held.fileno()}"
+            with safe_open(path, framework="pt", device="cpu") as tensors:
+                names = list(tensors.keys())
+            while names:
+                with safe_open(path, framework="pt", device="cpu") as tensors:
+                    num_bytes = 0
+                    while names and num_bytes < MAPPED_BYTES:
+                        tensor = tensors.get_tensor(names[0])
+                        num_bytes += tensor.nbytes
+                        yield names.pop(0), tensor
+                    del tensor
 
 
 def load_from_directory(weights: WeightSet, directory: Path) -> None:

@@ -122,7 +122,8 @@ class Watch:
         """Number of completed updates when the request began."""
         self.aborted = 0
         self._tail = b""
-        self._sent_s = float("inf")
+        self.sent_s = float("inf")
+        """Time at which the request was sent to the server; infinity before."""
         self._sending: asyncio.Task[None] | None = None
 
     @property
@@ -138,7 +139,7 @@ class Watch:
 
     def sent(self) -> None:
         """Record that the request is sent to the server now."""
-        self._sent_s = time.monotonic()
+        self.sent_s = time.monotonic()
 
     def send_aborts(self, api: Api, after_s: float = 0.0) -> None:
         """Send the aborts to the server, from the time when it can process them until the answer is complete."""
@@ -149,7 +150,7 @@ class Watch:
         again_s = AGAIN_S
         await asyncio.sleep(after_s)
         while True:
-            left_s = self._scheduled_s() - time.monotonic()
+            left_s = self.scheduled_s() - time.monotonic()
             if left_s > 0:
                 await asyncio.sleep(min(left_s, SETTLE_S))
                 continue
@@ -160,11 +161,11 @@ class Watch:
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, AGAIN_MAX_S)
 
-    def _scheduled_s(self) -> float:
+    def scheduled_s(self) -> float:
         """Return when the scheduler has the request; inf while it is paused, if the pause may have come first."""
         paused_s, (before_s, resumed_s) = self._updates.pauses.since_s, self._updates.pauses.last_s
-        late_s = self._sent_s + BEFORE_PAUSE_S
-        going_s = (max(self._sent_s, resumed_s) if late_s > before_s else self._sent_s) + SETTLE_S
+        late_s = self.sent_s + BEFORE_PAUSE_S
+        going_s = (max(self.sent_s, resumed_s) if late_s > before_s else self.sent_s) + SETTLE_S
         return going_s if max(going_s, late_s) < paused_s else float("inf")
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ def _refuse_server(url: str, info: JsonMapping) -> None:
 
 async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int], name: str) -> Outputs:
     """Return the outputs for one prompt, ``<module>`` -> [T, size], log-probs included."""
-    _taken(passes)  # those of health checks
+    _taken(passes)  # requests of health checks
     body = {
         "input_ids": list(tokens),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

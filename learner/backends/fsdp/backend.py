@@ -46,12 +46,12 @@ def module_outputs(
     outputs, the others none.
     """
     policy.memory.want("a forward pass")
-    places, found = list(_places(policy)), {}
+    places, values = list(_places(policy)), {}
     for number, tokens in enumerate(prompts):
         for name, output in outputs_of(policy, places, tokens, names):
             if policy.parallel.rank == 0:
-                found[f"{number}.{name}"] = output[: num_tokens(name, tokens)].float().cpu().numpy()
-    return found
+                values[f"{number}.{name}"] = output[: num_tokens(name, tokens)].float().cpu().numpy()
+    return values
 
 
 def _shared_name(name: str, layer: torch.nn.Module) -> str:
@@ -73,7 +73,7 @@ def _places(policy: FsdpPolicy) -> Iterator[Place]:
                 left_out.add(own_name)
         yield Place(f"layers.{number}", layer)
     log.info("modules of layers without a shared name are left out of the dump: %s", ", ".join(sorted(left_out)))
-    for module in (getattr(base, each, None) for each in _NORMS):
+    for module in (getattr(base, name, None) for name in _NORMS):
         if module is not None:
             yield Place("norm", module)
 

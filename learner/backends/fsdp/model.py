@@ -284,7 +284,7 @@ def shard(model: FsdpModel, place: Place, *, dtype: torch.dtype) -> None:
 
 
 def layers_of(transformer: Any) -> list[torch.nn.Module]:
-    """Return the layers of a model, each of which is gathered for its own pass: of nested ones the outermost."""
+    """Return the layers of a model, each gathered for its own pass: of nested layers the outermost."""
     names = set(transformer._no_split_modules or ())
     layers = [module for module in transformer.modules() if type(module).__name__ in names]
     if not layers:

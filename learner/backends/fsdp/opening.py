@@ -133,7 +133,7 @@ def same_angles(config: Any) -> int:
 
 def base_of(model: Any) -> Any:
     """Return the part of a model that computes hidden states."""
-    # The prefix that llama4 declares is that of its model with images.
+    # llama4 declares the prefix of its model with images.
     return model.model if model.base_model is model else model.base_model
 
 
@@ -217,7 +217,7 @@ def add_heads(model: Any, heads: int) -> None:
         layer.eh_proj, layer.enorm, layer.hnorm = projection, copy.deepcopy(norm), copy.deepcopy(norm)
         layer.shared_head = torch.nn.Module()
         layer.shared_head.norm = norm
-        base.layers.append(layer)  # behind those that a pass of the model takes, which it counts
+        base.layers.append(layer)  # behind the arguments that a pass of the model takes, which it counts
 
 
 def with_heads(kind: Any, heads: int) -> Any:

@@ -35,7 +35,7 @@ class Muon(torch.optim.AdamW):
         self, groups: Sequence[Mapping[str, Any]], weights: Mapping[Tensor, Tensor], *, lr: float, group: Any
     ) -> None:
         """``weights``: the DTensor of each part. ``group``: the ranks that have its parts."""
-        super().__init__([dict(each) for each in groups], lr=lr, fused=True)
+        super().__init__([dict(group) for group in groups], lr=lr, fused=True)
         self._weights, self._ranks = weights, group
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ class Muon(torch.optim.AdamW):
             self._step_together(present[start : start + ranks])
 
     def _step_together(self, matrices: Sequence[tuple[Tensor, Mapping[str, Any], Tensor]]) -> None:
-        """Update at most as many matrices as there are ranks, each of which computes the update of one."""
+        """Update at most as many matrices as there are ranks: each rank computes the update of one."""
         rank, mine = dist.get_rank(self._ranks), None
         for owner, (part, group, gradient) in enumerate(matrices):
             moved = add_momentum(gradient, self.state[part]["momentum_buffer"], group["momentum"])

@@ -285,7 +285,7 @@ class FsdpPolicy:
         yield from self.root.export(changed=self._changed(without_adapters=without_adapters))
 
     def export_part(self, senders: int, *, without_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield those of them that this rank sends; collective over the first copy. Raises MemoryReleased."""
+        """Yield the tensors that this rank sends; collective over the first copy. Raises MemoryReleased."""
         self.memory.want("the export of weights")
         yield from self.root.export_part(senders, changed=self._changed(without_adapters=without_adapters))
 

@@ -78,7 +78,7 @@ def self_test(config: Any, device: torch.device, family: Family | None = None) -
     """Try the family of a configuration on the device of its training, whose kernels it takes: a second or two.
 
     ``family``: the user's rules; None = by ``model_type``.
-    Raises ConfigRefused for a family whose logits are not those of its output layer, or that is wrong in padded rows,
+    Raises ConfigRefused for a family whose logits do not come from its output layer, or that is wrong in padded rows,
     too.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device, torch.enable_grad():
@@ -299,7 +299,7 @@ def _cut_sizes(settings: Settings) -> None:
     kept_heads = min(heads, HEADS)
     for part in (settings, *(settings.get("per_layer_config") or {}).values()):
         _limit(part, heads)
-    # Some layers take the hidden size for that of all heads together.
+    # Some layers take the hidden size for the size of all heads together.
     bound = hidden == heads * head_size or not own_size
     settings["hidden_size"] = kept_heads * head_size if bound else min(hidden, HIDDEN)
     if "mamba_expand" in settings and "mamba_n_heads" in settings:

@@ -58,7 +58,7 @@ def module_outputs(
     One prompt at a time under the current weights. Collective over all ranks; rank 0 gets the whole outputs of all
     stages, the others none. Latent attention has no attention.qkv.
     """
-    ranks, found = policy.parallel, {}
+    ranks, values = policy.parallel, {}
     in_first_column = ranks.dp_rank == ranks.tp_rank == ranks.cp_rank == 0
     policy.memory.want("a forward pass")
     for number, tokens in enumerate(prompts):
@@ -68,12 +68,12 @@ def module_outputs(
         outputs = dict(of_all_stages(iter(stage_outputs), ranks))
         if ranks.rank == 0:
             for name in sorted(outputs, key=_order):
-                found[f"{number}.{name}"] = outputs[name][: num_tokens(name, tokens)].float().cpu().numpy()
-    return found
+                values[f"{number}.{name}"] = outputs[name][: num_tokens(name, tokens)].float().cpu().numpy()
+    return values
 
 
 def _order(name: str) -> float:
-    """Return the place of a module among those of other stages; modules of one layer are in order already."""
+    """Return the place of a module among the modules of other stages; modules of one layer are in order already."""
     layer = name.split(".")[1] if name.startswith("layers.") else ""
     return int(layer) if layer else -1 if name == "embedding" else np.inf
 

@@ -58,7 +58,7 @@ class LatentRotary(PackedRotary):
     def forward(
         self, max_seq_len: PackedParams | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
     ) -> Tensor:
-        """Return the angles [T, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
+        """Return the angles [T, 1, d] of a PackedRow, or of positions 0 .. max_seq_len - 1."""
         angles = super().forward(max_seq_len, offset, packed_seq, cp_group)
         return angles[:, 0] if isinstance(max_seq_len, PackedParams) else angles
 
@@ -75,7 +75,7 @@ class LatentYarn(YarnRotaryEmbedding):  # type: ignore[misc]
     def forward(
         self, max_seq_len: PackedParams | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
     ) -> tuple[Tensor, float]:
-        """Return the angles [T, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1, and the scale."""
+        """Return the angles [T, 1, d] of a PackedRow, or of positions 0 .. max_seq_len - 1, and the scale."""
         if not isinstance(max_seq_len, PackedParams):
             found: tuple[Tensor, float] = super().forward(max_seq_len, offset, packed_seq, cp_group)
             return found

@@ -239,7 +239,7 @@ class LocalLayers:
         return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc,no-any-return]
 
     def names(self, chunk: GPTModel) -> Iterator[tuple[str, str]]:
-        """Yield (name in the chunk, name in the whole model) of every weight but those of adapters."""
+        """Yield (name in the chunk, name in the whole model) of every weight but the adapters'."""
         for name in chunk.state_dict():
             if "_extra_state" not in name and not is_adapter(name):
                 yield name, self._whole_name(chunk, name)
@@ -279,7 +279,7 @@ class LocalLayers:
         """Yield the whole weights of this pipeline stage under their Hugging Face names, in a fixed order.
 
         Collective over the tensor-parallel ranks, with experts over the expert-parallel ones. Where nothing is split
-        the tensors are views on the live weights: copy those that must outlive the next step.
+        the tensors are views on the live weights: copy a tensor that must outlive the next step.
         """
         for chunk in chunks:
             parameters = dict(chunk.named_parameters())

@@ -67,7 +67,7 @@ class OffloadedAdam:
         groups = [[piece for piece in pieces if (piece.parameter.dim() == 1) is flat] for flat in (False, True)]
         self._pieces = [piece for group in groups for piece in group]
         self.param_groups: list[dict[str, Any]] = [
-            {"blocks": [_block(each) for each in cut(group, block)], **_SETTINGS, "wd_mult": decay}
+            {"blocks": [_block(piece) for piece in cut(group, block)], **_SETTINGS, "wd_mult": decay}
             for group, decay in zip(groups, (1.0, 0.0), strict=True)
         ]
         self.reload_model_params()

@@ -94,8 +94,8 @@ class Muon:
             moved = add_momentum(main.grad.view(-1), buffer, momentum)
             piece.of(_scratch(piece.parameter)).copy_(moved)
             main.grad = None
-        for each in (buffer for ddp in self._policy.ddps for buffer in buffers_of(ddp)):
-            self._make_orthogonal(each)
+        for buffer in (buffer for ddp in self._policy.ddps for buffer in buffers_of(ddp)):
+            self._make_orthogonal(buffer)
         for piece, main, _ in self._own:
             main.mul_(1 - rate * weight_decay)
             main.add_(piece.of(_scratch(piece.parameter)).view_as(main), alpha=-rate)

@@ -78,7 +78,7 @@ def sharded_pieces(
     other data-parallel ranks have the same pieces.
     """
     of_parameter = {
-        id(each.data): each for each in nested_values(extract_sharded_tensors_and_factories(dict(model))[0])
+        id(entry.data): entry for entry in nested_values(extract_sharded_tensors_and_factories(dict(model))[0])
     }
     return [
         entry
@@ -241,14 +241,14 @@ def clipped(inner: Any, max_norm: float, device: torch.device) -> float:
     One collective serves all optimizers with gradients over the same ranks; with experts each has one of its own.
     """
     shared, optimizers = inner.grads_states_parallel_group_is_shared(), inner.chained_optimizers
-    by_group = [optimizers] if shared else [[each] for each in optimizers]
+    by_group = [optimizers] if shared else [[optimizer] for optimizer in optimizers]
     norms = []
     for several in by_group:
-        grads = [grad for each in several for grad in each.get_main_grads_for_grad_norm()]
+        grads = [grad for optimizer in several for grad in optimizer.get_main_grads_for_grad_norm()]
         norms.append(norm_over_ranks(grads, several[0].get_grad_stats_parallel_group(), device))
-    norm = norms[0] if len(norms) == 1 else math.sqrt(sum(each**2 for each in norms))
+    norm = norms[0] if len(norms) == 1 else math.sqrt(sum(value**2 for value in norms))
     factor = clip_factor(norm, max_norm)
-    grads = [parameter.grad for each in optimizers for parameter in each.get_parameters()]
+    grads = [parameter.grad for optimizer in optimizers for parameter in optimizer.get_parameters()]
     if factor < 1.0 and (present := [grad.detach() for grad in grads if grad is not None]):
         torch._foreach_mul_(present, factor)
     return norm

@@ -52,11 +52,11 @@ class MegatronRouting(ReplayModes):
             [(layer, router.router_replay) for layer, router in _routers(chunk) if router.router_replay]
             for chunk in chunks
         ]
-        routers = [one for chunk_routers in by_chunk for one in chunk_routers]
+        routers = [router for chunk_routers in by_chunk for router in chunk_routers]
         self._replays: list[Any] = [replay for _, replay in routers]
         ends = list(accumulate(map(len, by_chunk), initial=0))
         self._of_chunks = [slice(start, end) for start, end in pairwise(ends)]
-        """Places of each chunk's routers among those of this rank."""
+        """Places of each chunk's routers among the routers of this rank."""
         # The layers of a stage are some of the model's.
         sparse = (
             [at for at, has_experts in enumerate(chunks[0].config.moe_layer_freq) if has_experts] if routers else []
@@ -83,7 +83,7 @@ class MegatronRouting(ReplayModes):
     def _note(
         self, layer: int, ranks: Parallel, router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]
     ) -> None:
-        if self._row is None:  # a pass of recomputation, which comes behind that of its row
+        if self._row is None:  # a pass of recomputation, which comes behind the first pass of its row
             return
         with torch.no_grad():
             weights_TE, sent_TE = outputs

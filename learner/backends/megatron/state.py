@@ -172,7 +172,9 @@ def load(
             critic_optimizer.restore(loaded["critic"])
     for name, copies in (("proximal", others.proximal), ("reference", others.reference)):
         if copies is not None:
-            copies.restore({each: tensor for key in _keys(policy, name) for each, tensor in loaded[key].items()})
+            copies.restore(
+                {parameter: tensor for key in _keys(policy, name) for parameter, tensor in loaded[key].items()}
+            )
     if same_world:
         restore_rng(loaded["rng"])
     else:
@@ -250,9 +252,9 @@ def _of_copies(policy: MegatronPolicy, copies: WeightBackup, name: str) -> dict[
     content: dict[str, Any] = {}
     for number, (key, part) in enumerate(zip(_keys(policy, name), _model(policy).values(), strict=True)):
         before = f"{number}." if len(policy.chunks) > 1 else ""
-        entries = {before + each: entry for each, entry in part.items() if before + each in copies.tensors}
-        for each, entry in entries.items():
-            entry.data = copies.tensors[each]
+        entries = {before + key: entry for key, entry in part.items() if before + key in copies.tensors}
+        for full_name, entry in entries.items():
+            entry.data = copies.tensors[full_name]
             if isinstance(entry, ShardedTensor):  # copies may have another dtype
                 entry.dtype = entry.data.dtype
         add_prefix_for_sharding(entries, f"{name}.")

@@ -1,5 +1,5 @@
 """The weights of a model: initial ones from its Hugging Face directory or from a checkpoint of Megatron's own training,
-and the choice of those that are trained.
+and the choice of the weights that are trained.
 
 Megatron's checkpoint may be of any layout: tensors are found by their names and global shapes.
 """
@@ -95,7 +95,7 @@ def _without_data(chunk: GPTModel) -> JsonObject:
 
 
 def _take_other_names(part: JsonMapping, stored: Collection[str]) -> None:
-    """Change the keys that are missing in a checkpoint to those of Megatron's layers of Transformer Engine."""
+    """Change the keys that are missing in a checkpoint to the names of Megatron's layers of Transformer Engine."""
     for tensor in part.values():
         for ours, theirs in OTHER_NAMES.items():
             if isinstance(tensor, ShardedTensor) and tensor.key not in stored and tensor.key.endswith(ours):
@@ -130,7 +130,7 @@ def refuse_another_model(
 
 
 def _tensors(model: JsonMapping) -> Iterator[ShardedTensor]:
-    """Yield the sharded tensors of a model, also those that factories make of the halves of a gated layer."""
+    """Yield the sharded tensors of a model, also the tensors that factories make of the halves of a gated layer."""
     for entry in model.values():
         parts = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
         yield from (part for part in parts if isinstance(part, ShardedTensor))
@@ -164,7 +164,7 @@ def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _freeze(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, patterns: tuple[str, ...]) -> None:
-    """Freeze the parameters of which the patterns name every part."""
+    """Freeze the parameters every part of which the patterns name."""
     for chunk in chunks:
         for name, whole_name in bridge.names(chunk):
             parameter = dict(chunk.named_parameters()).get(name)

@@ -73,11 +73,11 @@ class PackedRotary(RotaryEmbedding):
     def forward(
         self, max_seq_len: PackedParams | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
     ) -> Tensor:
-        """Return the angles [T, 1, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
+        """Return the angles [T, 1, 1, d] of a PackedRow, or of positions 0 .. max_seq_len - 1."""
         if not isinstance(max_seq_len, PackedParams):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         angles_TF = self.angles(max_seq_len.row)
-        # Each angle is that of two elements: neighbours, or one in each half.
+        # Each angle turns two elements: neighbours, or one in each half.
         twice = (angles_TF, angles_TF)
         angles = torch.stack(twice, dim=-1).flatten(1) if self.rotary_interleaved else torch.cat(twice, dim=-1)
         return angles[:, None, None, :]

@@ -115,7 +115,7 @@ class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
     ) -> tuple[Tensor, None]:
-        """Return the hidden states and no bias. ``weight`` is that of tied embeddings; see ``output_weight``."""
+        """Return the hidden states and no bias. ``weight``: the weight of tied embeddings; see ``output_weight``."""
         # With any of these, Megatron does more with the input or the output than the loss does.
         assert not self.gather_output and self.bias is None
         if self.sequence_parallel:
@@ -157,7 +157,7 @@ class ValueHead(torch.nn.Module):
 
 
 def output_weight(model: GPTModel) -> Tensor:
-    """Return this rank's part of the output weight, [V, H]: that of the embedding if the two are tied."""
+    """Return this rank's part of the output weight, [V, H]: the embedding's part if the two are tied."""
     tied: bool = model.share_embeddings_and_output_weights
     weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     return weight

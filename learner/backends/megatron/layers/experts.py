@@ -56,7 +56,7 @@ class Mixture:
 
 
 class PartialReplay(RouterReplay):  # type: ignore[misc]
-    """Megatron's replay of one router, for tokens with known experts; the router chooses those of the others (-1)."""
+    """Megatron's replay of one router, for tokens with known experts; the router chooses for all others (-1)."""
 
     def get_replay_topk(
         self,

@@ -4,7 +4,7 @@ Each choice is a pure function that also gives its reason; ``chosen`` looks at t
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: 
     """Return the kernels for this machine, and log each with its reason. ConfigRefused for one that cannot work."""
     for refused in refusals(config.megatron):
         raise refused
-    site = this_site(dtype, head_size)._replace(expert_sizes=expert_sizes)
+    site = replace(this_site(dtype, head_size), expert_sizes=expert_sizes)
     choices = {
         "attention": choose_attention(config.attention, site),
         "activation": choose_fused_activation(config.fused_activation, site),

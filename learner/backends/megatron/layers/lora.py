@@ -69,7 +69,7 @@ class _LoraLayer(torch.nn.Module):
 
     lora_parts: tuple[_Part, ...]
     lora_groups: int
-    """Groups of the output, in each of which the parts follow each other."""
+    """Groups of the output. In each group the parts follow each other."""
     lora_scale: float
     _SPLIT: ClassVar[Mapping[str, int]]
     """Dimension that is split over tensor-parallel ranks, by the first letters of a parameter's name."""
@@ -351,7 +351,7 @@ class MegatronAdapters:
         return self._base
 
     def names(self, letter: str = "") -> list[str]:
-        """Return Megatron's names of the parameters of all adapters, or of those of one ``letter`` (A or B), as a
+        """Return Megatron's names of the parameters of all adapters, or of one ``letter`` (A or B), as a
         policy names them.
         """
         named = [(number, name) for number, chunk in enumerate(self._chunks) for name, _ in chunk.named_parameters()]
@@ -364,7 +364,7 @@ _CLASSES: Mapping[type, type] = {ColumnParallelLinear: LoraColumn, RowParallelLi
 
 
 def _parts(layer: Any, targets: list[str], config: LoraConfig) -> tuple[_Part, ...]:
-    """Return the parts of a layer's output on this rank: those of queries, keys and values by group, those of a gated
+    """Return the parts of a layer's output on this rank: queries, keys and values by group, a gated
     MLP by halves.
     """
     if len(targets) == 3:
@@ -377,6 +377,6 @@ def _parts(layer: Any, targets: list[str], config: LoraConfig) -> tuple[_Part, .
     else:
         widths = [layer.weight.shape[0] // len(targets)] * len(targets)
     return tuple(
-        _Part(target=one, width=width, trained=one in config.targets)
-        for one, width in zip(targets, widths, strict=True)
+        _Part(target=target, width=width, trained=target in config.targets)
+        for target, width in zip(targets, widths, strict=True)
     )
