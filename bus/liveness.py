@@ -15,12 +15,14 @@ from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter, beside, ended
+from tidemill.bus.system.usage import UseMeter, log_file
 from tidemill.bus.wire.rows import LiveRow, row_of
 from tidemill.bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
 
 _BUCKET = "live"
+_PARENTS = ("host", "up")  # Roles with children that have rows of their own
 _WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0  # Intervals in which ``Waiting`` writes its row, and its log line
 _PERIODS = 5  # Heartbeat periods after which a write that is not acknowledged is made again
 _OBSERVED: ContextVar["list[HeartbeatPublisher] | None"] = ContextVar("observed", default=None)
@@ -53,11 +55,11 @@ class HeartbeatPublisher:
     """
 
     def __init__(self, bus: Bus, row: LiveRow, every_s: float = 1.0) -> None:
-        self.row, self.run = dataclasses.replace(row, release=release()), bus.run
+        self.row, self.run = dataclasses.replace(row, release=release(), log=log_file()), bus.run
         self.last_error = ""  # Empty = the last write succeeded
         self.written_s = float("-inf")  # Monotonic time of the last write that succeeded
         self._bus, self._rows, self._every_s = bus, bus.rows(_BUCKET), every_s
-        self._waiter = Waiter()
+        self._waiter, self._meter = Waiter(), UseMeter(children=row.role not in _PARENTS)
         self._beating: asyncio.Task[None] | None = None
         self._ending = False
         # States of the row so far, and the number of them at the state that was stored last
@@ -88,6 +90,7 @@ class HeartbeatPublisher:
         if self._observed is not None:
             self._observed.remove(self)
         self._ending = True
+        self._meter.end()
         self._waiter.wake()
         within_s = (_PERIODS if self._bus.connected else 1) * self._every_s
         if exc_type is None:  # a row in flight may be stored after its own removal: wait for it
@@ -106,7 +109,8 @@ class HeartbeatPublisher:
         while not self._ending:
             changes = self._changes
             try:
-                row = dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)}
+                use = self._meter.read(self.row.capabilities.devices)
+                row = dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals), "use": use}
                 async with asyncio.timeout(timeout_s):
                     await self._rows.put(_key(self.row), row)
                 self.last_error, self.written_s, self._stored = "", time.monotonic(), changes

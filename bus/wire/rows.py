@@ -65,6 +65,29 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """Use of one accelerator, by all processes that compute on it."""
+
+    device: Text
+    utilisation: Number | None = None
+    """Share of the last second in which it computed anything; None = the driver does not report it."""
+    memory_used_bytes: Natural | None = None
+    memory_bytes: Natural | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineUse:
+    """Use of the machine by one process with those below it; of a host without them, as they have rows."""
+
+    cpu_share: Number | None = None
+    """Processor time by time: 1 = one core. None = not reported."""
+    memory_bytes: Natural | None = None
+    """Resident memory; None = not reported."""
+    devices: tuple[DeviceUse, ...] = ()
+    """The accelerators of the process, where the driver can be asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRow:
     """Liveness row of a process, written with every heartbeat."""
 
@@ -103,6 +126,9 @@ class LiveRow:
     """Random text of an engine's process, which it answers to a call at its ``address``; empty = it answers none."""
     reached: dict[Text, Text] = field(default_factory=dict)
     """Engines that this process has called at their addresses: nonce -> the error; empty = the nonce came back."""
+    use: MachineUse = field(default_factory=MachineUse)
+    log: Text = ""
+    """File on its host that it writes its log to; empty = another place, such as the output of a container."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

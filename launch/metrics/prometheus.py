@@ -26,7 +26,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import all_of, first_of
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Evaluated
-from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.rows import LiveRow, MachineUse
 from tidemill.launch.metrics.dictionary import Metric, described, metrics
 from tidemill.launch.run.run_facts import RunSettings
 from tidemill.launch.settings import extras
@@ -140,6 +140,18 @@ class FoundSeries:
             self.add("process/version", float(row.version), place)
         for name, value in row.load.items():
             self.add(f"{row.role}/{name}", value, {"id": place["id"]})
+        self._add_use(row.use, place)
+
+    def _add_use(self, use: MachineUse, place: Mapping[str, str]) -> None:
+        def add(labels: Mapping[str, str], **numbers: float | None) -> None:
+            for name, value in numbers.items():
+                if value is not None:
+                    self.add(f"process/{name}", float(value), labels)
+
+        add(place, cpu_share=use.cpu_share, memory_bytes=use.memory_bytes)
+        for device in use.devices[:MOST_MEMBERS]:
+            sizes = {"device_memory_used_bytes": device.memory_used_bytes, "device_memory_bytes": device.memory_bytes}
+            add({**place, "device": label_of(device.device)}, device_utilisation=device.utilisation, **sizes)
 
     def add(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
         """Add a sample; one that the dictionary does not have, or beyond the bound of its family, is left out."""

@@ -7,10 +7,10 @@ import msgspec
 from tidemill.actors.engines.address_checks import unreachable
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.metrics import dictionary
-from tidemill.launch.page.columns import BUCKETS, MetricColumns, rounded
-from tidemill.launch.page.lanes import Lane, shown
+from tidemill.launch.page.columns import BUCKETS, MetricColumns, rounded, shown_first
+from tidemill.launch.page.lanes import fleet_facts, process_of
 from tidemill.launch.page.reader import UNANSWERED_S, RunReader
-from tidemill.launch.page.texts import made_safe, safe, to_json
+from tidemill.launch.page.texts import fact, made_safe, safe, to_json
 from tidemill.launch.run.desired import ROLES, LiveHost
 from tidemill.launch.run.run_facts import RECENT_STEPS
 from tidemill.launch.run.watch import SILENT_S
@@ -177,19 +177,16 @@ class RunAnswers:
         generated = sum(lane.rate or 0.0 for lane in reader.lanes.lanes.values() if lane.row.role == "actor")
         push, balance = metrics.mean("push/seconds", 1), reader.ledger.as_map()["balance"]
         healthy = {True: "ok", False: "bad", None: "none"}[balance["ok"]]
-
-        def fact(name: str, value: object, unit: str, metric: str, status: str = "ok", note: str = "") -> JsonObject:
-            status = "none" if value is None else status
-            return {"name": name, "value": value, "unit": unit, "note": note, "status": status, "metric": metric}
+        trained, waits = tokens / pace_s if tokens and pace_s else None, "warn" if (wait or 0) > 0.5 else "ok"
 
         return [
-            fact("reward", reward, "", "data/reward_mean", note=change),
-            fact("lag", lag, "steps", "offpolicy/lag_mean", self.status("offpolicy/lag_max")),
-            fact("learner waits", wait, "share", "train/wait_share", "warn" if (wait or 0) > 0.5 else "ok"),
-            fact("generated", generated or None, "tokens/s", ""),
-            fact("trained", tokens / pace_s if tokens and pace_s else None, "tokens/s", "train/tokens"),
-            fact("push", push, "s", "push/seconds"),
-            fact("accounting", balance["ok"], "check", "", healthy, balance["words"]),
+            fact("reward", reward, "", change, status="ok", metric="data/reward_mean"),
+            fact("lag", lag, "steps", status=self.status("offpolicy/lag_max"), metric="offpolicy/lag_mean"),
+            fact("learner waits", wait, "share", status=waits, metric="train/wait_share"),
+            fact("generated", generated or None, "tokens/s", status="ok"),
+            fact("trained", trained, "tokens/s", status="ok", metric="train/tokens"),
+            fact("push", push, "s", status="ok", metric="push/seconds"),
+            fact("accounting", balance["ok"], "check", balance["words"], status=healthy),
         ]
 
     def _before(self, name: str) -> float | None:
@@ -256,7 +253,7 @@ class RunAnswers:
                     **described(name),
                 }
             )
-        return {"metrics": lines, "groups": [*_GROUPS, "other"], "step": columns.last}
+        return {"metrics": lines, "groups": [*_GROUPS, "other"], "step": columns.last, "shown": shown_first(columns)}
 
     def status(self, name: str) -> str:
         """Return ok, warn or bad by the alarms of the last steps on this metric; none without one."""
@@ -311,7 +308,7 @@ class RunAnswers:
         """Return every process with its newest row."""
         alive = [row for row, age_s in self._reader.rows if age_s <= SILENT_S]
         lanes = self._reader.lanes.lanes.values()
-        return [_process(lane, unreachable(lane.row.nonce, alive)) for lane in lanes]
+        return [process_of(lane, unreachable(lane.row.nonce, alive)) for lane in lanes]
 
     def fleet(self, begin_s: float = 0.0, end_s: float = float("inf")) -> JsonObject:
         """Return the processes, their segments and the pushes of the last hour, and the engines by their samples."""
@@ -334,7 +331,8 @@ class RunAnswers:
         queue["stream_bytes"] = None if reader.samples is None else reader.samples.bytes
         queue["stream_messages"] = None if reader.samples is None else reader.samples.messages
         disks = ("bus_bytes", "checkpoints_free_bytes")
-        return queue | {name: reader.metrics.mean(f"disk/{name}", 1) for name in disks}
+        queue |= {name: reader.metrics.mean(f"disk/{name}", 1) for name in disks}
+        return queue | {"facts": fleet_facts(queue, [lane.row for lane in reader.lanes.lanes.values()])}
 
     def _hosts(self) -> list[JsonObject]:
         """Return the live hosts, with the running and the desired number of processes of each role."""
@@ -387,14 +385,3 @@ def described(name: str) -> JsonObject:
     names = ("meaning", "unit", "source", "peers")
     texts = {field: "" if metric is None else getattr(metric, field) for field in names}
     return texts | {"healthy_words": "" if metric is None else metric.healthy}
-
-
-def _process(lane: Lane, note: Sequence[str]) -> JsonObject:
-    row = lane.row
-    names = ("role", "id", "host", "pid", "pool", "phase", "waits_for", "trouble", "address")
-    process = {name: getattr(row, name) for name in names} | {"version": shown(row.version)}
-    process |= {"lane": f"{row.role} {row.id}", "silent_s": round(lane.silent_s, 1), "restarts": lane.restarts}
-    process |= {"tokens_per_second": None if lane.rate is None else round(lane.rate, 1), "load": row.load}
-    process |= {"devices": row.capabilities.devices, "memory_bytes": row.capabilities.device_memory_bytes or None}
-    process |= {"note": "; ".join(note), "unreadable": row.unreadable}
-    return made_safe(process)  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan, Sample
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.samples import SampleAnswers
+from tidemill.launch.page.texts import fact
 from tidemill.launch.samples.search import opened
 
 MAX_SAMPLES = 1024  # Samples of a step whose payloads are read; of more, the lengths of responses in headers count
@@ -42,20 +43,33 @@ async def batch_of(reader: RunReader, samples: SampleAnswers, step: int) -> Json
     tokens, padding = (sum(rank[name] for rank in ranks) for name in ("tokens", "padding"))
     longest = max((rank["tokens"] + rank["padding"] for rank in ranks), default=0)
     metrics = reader.metrics.at(step)
+    fill = tokens / (longest * len(ranks)) if longest else None
+    padding_share = padding / (tokens + padding) if tokens else None
+    slowest = max(ranks, key=lambda rank: int(rank["tokens"]))["rank"] if len(ranks) > 1 else None
+    pace, groups = pace_of(reader, step), _groups(plan, pieces)
+    shared = metrics.get("train/shared_tokens")
+    facts = [
+        fact("filled", fill, "share", "of the rows' tokens"),
+        fact("padding", padding_share, "share"),
+        fact("samples", len(plan.seqs), "count", f"{len(groups):,} groups"),
+        fact("shared prompts", shared, "count", "tokens computed once"),
+        fact("time", pace["seconds"], "s", "waits included" if slowest is None else f"slowest: rank {slowest}"),
+    ]
     return {
         "step": step,
+        "facts": facts,
         "steps": [min(reader.plan_seqs), max(reader.plan_seqs)],
         "ranks": ranks,
         "samples": len(plan.seqs),
         "tokens": tokens,
-        "fill": tokens / (longest * len(ranks)) if longest else None,
-        "padding": padding / (tokens + padding) if tokens else None,
-        "shared_tokens": metrics.get("train/shared_tokens"),
-        **pace_of(reader, step),
-        "slowest_rank": max(ranks, key=lambda rank: int(rank["tokens"]))["rank"] if len(ranks) > 1 else None,
+        "fill": fill,
+        "padding": padding_share,
+        "shared_tokens": shared,
+        **pace,
+        "slowest_rank": slowest,
         "oldest_step": plan.oldest_step,
         "version_steps": {str(version): of for version, of in sorted(plan.version_steps.items())},
-        "groups": _groups(plan, pieces),
+        "groups": groups,
         "exact": False,
         "words": WORDS,
     }

@@ -15,6 +15,18 @@ MAX_STEPS, MAX_METRICS = 20_000_000, 4096  # Bounds of what a foreign record can
 BUCKETS = 400  # Default number of buckets of a reduced column: two points in each
 
 
+_TRAIN = "train/entropy train/grad_norm train/kl_reference train/ppo_clip_fraction train/sft_loss"
+_PACE = "train/tokens_per_second train/wait_share train/step_seconds train/mfu"
+_SHOWN = {
+    "reward": "data/reward_mean train/reward_std data/reward/* eval/* train/zero_variance_group_share",
+    "policy": f"{_TRAIN} critic/explained_variance",
+    "off-policy": "offpolicy/lag_mean offpolicy/k3 offpolicy/ess offpolicy/weight_mean offpolicy/rejected_tokens",
+    "numerics": "offpolicy/fresh_logprob_diff_abs offpolicy/fresh_k3 offpolicy/pearson train/skipped_minibatches",
+    "data": f"train/response_length_mean train/truncated_share {_PACE}",
+}
+"""Metrics that are shown before a search, by heading."""
+
+
 class MetricColumns:
     """The metrics of a run: a column for each name, a row for each step. A step recorded again replaces its row."""
 
@@ -156,3 +168,9 @@ def all_rounded(values: NDArray[np.float32]) -> list[float | None]:
 def rounded(value: float) -> float | None:
     """Return a number of float32 with the digits that it has; None if it is not finite."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def shown_first(columns: MetricColumns) -> list[tuple[str, list[str]]]:
+    """Return the metrics of this run that are shown before a search, by heading."""
+    known = set(columns.names)
+    return [(name, [one for one in columns.choose(names.split()) if one in known]) for name, names in _SHOWN.items()]

@@ -24,6 +24,7 @@ from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.page.answers import RunAnswers
 from tidemill.launch.page.batch import batch_of
+from tidemill.launch.page.configuration import configuration_of
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.samples import MAX_PAGE, SampleAnswers
 from tidemill.launch.page.serve import model_dirs, readers
@@ -80,6 +81,7 @@ async def _data(reader: RunReader, answers: RunAnswers, samples: SampleAnswers) 
         "/api/fleet": answers.fleet(),
         "/api/histogram": await samples.histogram(""),
         "/api/samples": listed,
+        "/api/config": configuration_of(reader.settings.row),
         "/api/prompts": await samples.prompts(),
         "/api/runs": {"runs": [{"name": reader.bus.run, "this": True, "from": "bus", "steps": reader.metrics.last}]},
     }

@@ -4,11 +4,15 @@ A phase of a live row becomes one of five kinds, because no eye tells more patte
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tidemill.bus.wire.rows import LiveRow
-from tidemill.launch.page.texts import safe
+import msgspec
+
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.rows import DeviceUse, LiveRow
+from tidemill.launch.page.texts import fact, made_safe, safe
 from tidemill.launch.run.watch import SILENT_S
 
 KEPT_S = 3600.0
@@ -134,3 +138,42 @@ def _kind(row: LiveRow) -> str:
     if row.phase in ("serving", "working") and row.load.get("waiting_share", 0.0) > 0.9:
         return WAITING
     return _KINDS.get(row.phase, WAITING)
+
+
+def process_of(lane: Lane, note: Sequence[str]) -> JsonObject:
+    """Return a process for the page; ``note``: who cannot reach it."""
+    row = lane.row
+    names = ("role", "id", "host", "pid", "pool", "phase", "waits_for", "trouble", "address")
+    process = {name: getattr(row, name) for name in names} | {"version": shown(row.version)}
+    process |= {"lane": f"{row.role} {row.id}", "silent_s": round(lane.silent_s, 1), "restarts": lane.restarts}
+    process |= {"tokens_per_second": None if lane.rate is None else round(lane.rate, 1), "load": row.load}
+    process |= {"devices": _devices(row), "cpu_share": row.use.cpu_share, "memory_bytes": row.use.memory_bytes}
+    process |= {"log": row.log, "note": "; ".join(note), "unreadable": row.unreadable}
+    return made_safe(process)  # type: ignore[no-any-return]
+
+
+def _devices(row: LiveRow) -> list[JsonObject]:
+    """Return the accelerators of a process, with their use where its driver can be asked."""
+    use = {device.device: device for device in row.use.devices}
+    memory = row.capabilities.device_memory_bytes or None
+    devices = [use.get(uuid, DeviceUse(device=uuid, memory_bytes=memory)) for uuid in row.capabilities.devices]
+    return [msgspec.to_builtins(device) for device in devices]
+
+
+def fleet_facts(queue: Mapping[str, Any], rows: Sequence[LiveRow]) -> list[JsonObject]:
+    """Return the facts on top of the fleet: queue, disks, and the use of the machines by all processes."""
+    devices = {device["device"]: device["utilisation"] for row in rows for device in _devices(row)}
+    shares = [share for share in devices.values() if share is not None]
+    # The feeder is a child of the learner, whose use has the feeder's.
+    cores = [row.use.cpu_share for row in rows if row.use.cpu_share is not None and row.role != "feeder"]
+    gpus = round(sum(shares) / len(shares), 2) if shares else None
+    return [
+        fact("tasks waiting", queue["waiting"], "count", "in the queue"),
+        fact("tasks leased", queue["leased"], "count", "with actors"),
+        fact("samples stored", queue["stream_messages"], "count", "in the stream"),
+        fact("stream", queue["stream_bytes"], "bytes", queue["full"] or "has room"),
+        fact("bus", queue["bus_bytes"], "bytes", "all streams"),
+        fact("checkpoints", queue["checkpoints_free_bytes"], "bytes", "free for them"),
+        fact("GPUs in use", gpus, "share", f"of {len(devices)}" if devices else "no GPU"),
+        fact("CPU in use", round(sum(cores), 1) if cores else None, "cores", "by these processes"),
+    ]

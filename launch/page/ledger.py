@@ -9,6 +9,7 @@ The feeder's row has every count while it runs; without one the audit of an ende
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan, Requeue, Settle
@@ -102,7 +103,7 @@ class RunLedger:
             "ledger": rows,
             "tasks": self._tasks(),
             "balance": total,
-            "audit": self.audited,
+            "audit": {**self.audited, **audit_words(self.audited)},
             "nodes": nodes,
             "links": links,
             "since_s": since_s,
@@ -124,10 +125,11 @@ class RunLedger:
         else:
             checked = self.audited["state"] == "running"
             words = "being checked" if checked else "no feeder reports its counts"
-            return {"ok": None, "words": words, "difference": None}
+            return {"ok": None, "words": words, "difference": None, "tone": "mute", "text": f"— balance: {words}"}
         difference = published - accounted
         words = "published = sum" if not difference else f"{difference} samples without a disposition"
-        return {"ok": not difference, "words": words, "difference": difference, "published": published}
+        tone, text = ("badly", f"✕ {words}") if difference else ("good", f"✓ balance: {words}")
+        return {"ok": not difference, "words": words, "difference": difference, "tone": tone, "text": text}
 
     def _tasks(self) -> JsonObject:
         waiting, leased = self.backlog or (None, None)
@@ -146,6 +148,25 @@ class RunLedger:
             "given_up": given_up,
             "requeued": self.requeued,
         }
+
+
+_UNCHECKED = {"not yet": "not checked yet", "running": "being checked"}
+
+
+def audit_words(audited: Mapping[str, Any]) -> JsonObject:
+    """Return tone, sentence and notes of a check for the page. Only one that has ended without a finding is good."""
+    state, lost, twice = (audited.get(name) for name in ("state", "lost", "twice"))
+    if state in _UNCHECKED:
+        return {"tone": "mute", "text": f"◌ lost and trained twice: {_UNCHECKED[state]}", "notes": []}
+    if state != "checked":
+        notes = [audited["words"]] if "words" in audited else []
+        return {"tone": "badly", "text": f"✕ not checked: {state}", "notes": notes}
+    problems = audited.get("problems", ())
+    is_fine = lost == 0 and twice == 0 and not problems
+    numbers = ("—" if count is None else f"{count:,}" for count in (lost, twice))
+    text = f"{'✓' if is_fine else '✕'} lost {next(numbers)} · trained twice {next(numbers)}"
+    notes = [f"up to sample #{audited['at_seq']}", *problems]
+    return {"tone": "good" if is_fine else "badly", "text": text, "notes": notes}
 
 
 def _under(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
@@ -197,8 +218,10 @@ def _sankey(
     places |= {"evaluation": (2, evaluated), "read": (3, read), "in the stream": (3, counts["in the stream"])}
     places |= {name: (4, count) for name, count in ends.items()}
     names = {"published": "scored and published", "read": "read by the learner"}
+    shown = [link for link in links() if link["value"]]
+    tones = {link["to"]: link["tone"] for link in shown}
     nodes = [
-        {"id": name, "name": names.get(name, name), "column": at, "value": count}
+        {"id": name, "name": names.get(name, name), "column": at, "value": count, "tone": tones.get(name, "mute")}
         for name, (at, count) in places.items()
     ]
-    return nodes, [link for link in links() if link["value"]]
+    return nodes, shown

@@ -40,7 +40,8 @@ async def serve(args: argparse.Namespace, url: str, run: str, draining: asyncio.
         samples = SampleAnswers(reader, model_dirs(args))
         compared = ComparedRuns(url, run, args.compare)
         routes = commands(bus) if args.operator else None
-        server = PageServer(reader, answers, samples, access, compared, routes, args.renderers)
+        logs = Path(args.run_dir) / "logs" if args.run_dir else None
+        server = PageServer(reader, answers, samples, access, compared, routes, args.renderers, logs)
         address = await _listening(stack, server, args)
         # With a file, the output may be a log that others read: the token is in the file alone.
         tokens = (access.token, access.operator) if args.url_file is None else ("", "")

@@ -23,10 +23,12 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.page.access import HEADERS, PageAccess, error_answer, secured
 from tidemill.launch.page.answers import RunAnswers
 from tidemill.launch.page.batch import batch_of
-from tidemill.launch.page.columns import BUCKETS
+from tidemill.launch.page.columns import BUCKETS, shown_first
 from tidemill.launch.page.commands import dead_tasks
 from tidemill.launch.page.compared import ComparedRuns
+from tidemill.launch.page.configuration import configuration_of
 from tidemill.launch.page.feed import Feed
+from tidemill.launch.page.logs import RunLogs
 from tidemill.launch.page.reader import RunReader
 from tidemill.launch.page.sample_view import MAX_TOKENS
 from tidemill.launch.page.samples import MAX_PAGE, PAGE, SampleAnswers
@@ -55,9 +57,12 @@ class PageServer:
         compared: ComparedRuns,
         commands: Mapping[str, Route] | None = None,
         renderers: Path | None = None,
+        logs: Path | None = None,
     ) -> None:
-        """``commands``: routes of an operator. ``renderers``: directory of modules that draw samples."""
-        self._renderers = renderers
+        """``commands``: routes of an operator. ``renderers``: directory of modules that draw samples. ``logs``: of the
+        run's processes, if they are on this machine.
+        """
+        self._renderers, self._logs = renderers, RunLogs(logs)
         self._reader, self._answers, self._samples, self._compared = reader, answers, samples, compared
         self._access, self.feed, self._files = access, Feed(reader, answers), read_files()
         self.listener = Listener(
@@ -91,6 +96,8 @@ class PageServer:
                 self._reader, self._samples, _number(request.query, "step", self._reader.metrics.last)
             ),
             "dead": lambda request: dead_tasks(self._reader.bus),
+            "config": lambda request: asyncio.to_thread(configuration_of, self._reader.settings.row),
+            "logs": self._log,
             "runs": lambda request: self._compared.as_map(self._reader.metrics.last),
         }
         routes = {f"GET /api/{name}": Route.request(self._answered(answer)) for name, answer in answers.items()}
@@ -129,6 +136,10 @@ class PageServer:
     async def _overview(self, request: web.Request) -> JsonObject:
         return self._answers.overview() | {"rights": self._access.rights(request)}
 
+    async def _log(self, request: web.Request) -> JsonObject:
+        rows = [lane.row for lane in self._reader.lanes.lanes.values()]
+        return await asyncio.to_thread(self._logs.as_map, request.query.get("name", ""), rows)
+
     async def _loaded(self) -> None:
         if not self._reader.loaded.is_set():
             try:
@@ -140,6 +151,8 @@ class PageServer:
     async def _series(self, request: web.Request) -> JsonObject:
         query = request.query
         names = [name for name in query.get("names", "").split(",") if name]
+        if query.get("first"):
+            names = [name for _, shown in shown_first(self._reader.metrics) for name in shown][:MAX_NAMES]
         if len(names) > MAX_NAMES:
             raise ValueError(f"names: want at most {MAX_NAMES}, got {len(names)}")
         columns = await self._compared.columns(query["run"]) if query.get("run") else None

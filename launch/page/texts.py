@@ -53,3 +53,11 @@ def made_safe(value: Any) -> Any:
 def to_json(value: object) -> bytes:
     """Return JSON of plain values; numbers that are not finite are null."""
     return msgspec.json.encode(value)
+
+
+def fact(
+    name: str, value: object, unit: str = "", note: str = "", *, status: str = "none", metric: str = ""
+) -> dict[str, object]:
+    """Return a number of the row of facts on top of a page; ``status``: ok, warn or bad, each with a mark, or none."""
+    fields = {"name": name, "value": value, "unit": unit, "note": note, "metric": metric}
+    return fields | {"status": "none" if value is None else status}

@@ -193,6 +193,7 @@ class Pushes:
         return {
             "push/version": report.version,
             "push/engines": len(report.engines),
+            "push/evicted": len(report.evicted),
             "push/engines_verified": len(report.verified),
             "push/engines_adapter": len(report.adapter_engines),
             "push/prepare_seconds": report.prepare_s,

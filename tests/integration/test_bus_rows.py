@@ -15,7 +15,7 @@ from tidemill.bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from tidemill.bus.liveness import HeartbeatPublisher, LiveView, processes, release
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect, raise_epoch
-from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.bus.wire.rows import Capabilities, LiveRow, MachineUse
 
 
 async def test_a_row_is_changed_by_compare_and_set(open_bus: BusOpener) -> None:
@@ -120,6 +120,10 @@ def row(id: str, role: str = "actor") -> LiveRow:
     return LiveRow(role=role, id=id, host="h", pid=1, phase="working")
 
 
+def without_use(row: LiveRow) -> LiveRow:
+    return dataclasses.replace(row, use=MachineUse())
+
+
 async def test_a_process_is_alive_while_its_row_changes(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         view = LiveView(bus)
@@ -129,7 +133,9 @@ async def test_a_process_is_alive_while_its_row_changes(open_bus: BusOpener) -> 
         ):
             await until(lambda: heartbeat.written_s > 0)
             await until(lambda: engine.written_s > 0)
-            assert await view.alive("actor") == [dataclasses.replace(row("a1"), release=release())]
+            (first,) = await view.alive("actor")
+            assert first.use.memory_bytes and first.use.cpu_share is not None
+            assert without_use(first) == dataclasses.replace(row("a1"), release=release(), log=first.log)
             stated = Capabilities(
                 ranks=2,
                 peer_snapshots=True,
@@ -140,7 +146,7 @@ async def test_a_process_is_alive_while_its_row_changes(open_bus: BusOpener) -> 
             )
             heartbeat.update(phase="draining", load={"in_flight": 3.0}, capabilities=stated, taking_memory=True)
             await heartbeat.stored()
-            assert await view.alive("actor") == [heartbeat.row]
+            assert list(map(without_use, await view.alive("actor"))) == [heartbeat.row]
             assert heartbeat.row.capabilities == stated and heartbeat.row.phase == "draining"
             assert [found.role for found, _ in await processes(bus, look_s=0.05)] == ["actor", "engine"]
         assert await view.refresh() == [], "a clean exit leaves no row"

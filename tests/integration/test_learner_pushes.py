@@ -15,7 +15,7 @@ import torch
 
 from tests.integration.test_weightstore_publisher import GOOD, state
 from tests.metric_names import undocumented
-from tests.receiver_app import digest, receivers, tiny_tensors, write_tiny_companions
+from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from tests.waits import LIMIT_S
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -137,3 +137,15 @@ def test_an_outage_of_the_bus_longer_than_a_push_is_waited_for(
         pushes.collect(wait=True)
         assert (policy.exports, feed.told[-1][1]) == (before + 1, 1)
         assert state(engines["e1"][0])["digest"] == digest(tiny_tensors(1))
+
+
+def test_an_engine_that_a_push_evicts_is_counted(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    policy, bad = Sharded(), Behaviour(fails="refuse", at="bucket")
+    with (
+        receivers(bus_url, run_id, {"good": GOOD, "bad": bad}),
+        pushing(policy, Feed(), bus_url, run_id, tmp_path, wait=True, min_engines=1) as pushes,
+    ):
+        policy.step = pushes.step = 1
+        pushes.publish()
+        metrics = pushes.metrics()
+        assert (metrics["push/engines"], metrics["push/evicted"]) == (1, 1) and not undocumented(metrics)

@@ -6,12 +6,12 @@ import { test } from "node:test";
 import * as format from "./format.js";
 import { nearest } from "./curves.js";
 import { layFlow } from "./charts.js";
-import { auditWords, balanceWords, isOld } from "./flow.js";
+import { isOld } from "./flow.js";
 import { Segments, phaseShares } from "./lanes.js";
 import { search, smooth } from "./learning.js";
-import { factText } from "./overview.js";
 import { EmbeddedSource, filterWords, matcher } from "./source.js";
 import { overlayValue } from "./sample.js";
+import { findSettings } from "./setup.js";
 import { toggleWord } from "./samples.js";
 
 test("numbers have three significant digits, counts commas, undefined is no zero", () => {
@@ -119,9 +119,8 @@ test("a segment that comes again replaces the earlier one, and shares add up to 
   assert.equal(segments.of("a").length, 1);
 });
 
-test("metrics are chosen by beginning and found by words and patterns", () => {
+test("metrics are found by words and patterns", () => {
   const names = ["data/reward_mean", "eval/x", "eval/y", "train/entropy"];
-  assert.deepEqual(format.chooseNames(names, ["eval/*", "data/reward_mean"]), ["eval/x", "eval/y", "data/reward_mean"]);
   const metrics = names.map((name) => ({ name, meaning: name === "train/entropy" ? "mean entropy of the policy" : "" }));
   assert.deepEqual(search(metrics, "policy mean"), ["train/entropy"]);
   assert.deepEqual(search(metrics, "^eval/[xy]$"), ["eval/x", "eval/y"]);
@@ -159,32 +158,21 @@ test("overlays: five shades, both directions, nothing where nothing is recorded"
   assert.ok(format.shade("advantage", -1.5) < 0 && format.shade("weight", 0.3) < 0 && format.shade("weight", 1) === 0);
 });
 
-test("only an audit that has ended without a loss is good", () => {
-  const checked = { state: "checked", lost: 0, twice: 0, problems: [], at_seq: 9, time_s: 100 };
-  const tones = [
-    [checked, "good"],
-    [{ ...checked, lost: 1 }, "badly"],
-    [{ ...checked, twice: 2 }, "badly"],
-    [{ ...checked, lost: null }, "badly"],
-    [{ ...checked, problems: ["step 3 has two plans"] }, "badly"],
-    [{ state: "failed", words: "the bus does not answer" }, "badly"],
-    [{ state: "too large", words: "too many samples to read here" }, "badly"],
-    [{ state: "a later word" }, "badly"],
-    [{ state: "not yet" }, "mute"],
-    [{ state: "running" }, "mute"],
-    [undefined, "mute"],
-  ];
-  for (const [audit, tone] of tones) assert.equal(auditWords(audit).tone, tone, JSON.stringify(audit));
-  assert.equal(auditWords({ state: "failed", words: "why" }).text, "✕ not checked: failed");
-  assert.deepEqual(auditWords({ state: "failed", words: "why" }).notes, ["why"]);
+test("a check of a run that goes on is old after a minute", () => {
+  const checked = { state: "checked", time_s: 100 };
   const at = (now_s, mode = "live") => ({ mode, now_s });
   assert.ok(!isOld(checked, at(130)) && isOld(checked, at(161)) && !isOld(checked, at(9_999, "ended")));
   assert.ok(isOld({ state: "failed" }, at(0)) && isOld(undefined, at(0)) && !isOld({ state: "running" }, at(9_999)));
 });
 
 test("a balance that is not known is neither good nor bad", () => {
-  assert.deepEqual([true, false, null].map((value) => factText({ value, unit: "check" })), ["✓ balance", "✕ no balance", "—"]);
-  const words = [true, false, null].map((ok) => balanceWords({ ok, words: "w", difference: 3 }));
-  assert.deepEqual(words.map((item) => item.tone), ["good", "badly", "mute"]);
-  assert.ok(words[2].text.startsWith("—"));
+  assert.deepEqual([true, false, null].map((value) => format.inUnit(value, "check")), ["✓ balance", "✕ no balance", "—"]);
+});
+
+test("settings: the changed ones, or those that have all words", () => {
+  const settings = [["learner.steps", "200", "Batches of the run", true], ["seed", "0", "Seed of the run", false]].map(
+    ([path, value, meaning, changed]) => ({ path, value, meaning, changed }),
+  );
+  const found = (text) => findSettings(settings, text).map(({ path }) => path);
+  assert.deepEqual([" ", "run SEED", "batches 200", "run", "none"].map(found), [["learner.steps"], ["seed"], ["learner.steps"], ["learner.steps", "seed"], []]);
 });

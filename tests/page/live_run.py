@@ -22,8 +22,9 @@ from tests.waits import LIMIT_S, poll
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.streams.bus import connect
+from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.samples import headers_of
+from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Dead, Sample, Task
@@ -32,7 +33,7 @@ from tidemill.bus.wire.subjects import END_KEY
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 
 STEPS = 200
-RUN = "page"
+RUN, SECRET = "page", "sk-of-a-judge"
 HOSTILE = (
     "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'><style>*{display:none}</style>",
     "</script><!-- {{7*7}} javascript:window.pwned=1 \u2028",
@@ -145,7 +146,10 @@ class LiveRun:
         async with AsyncExitStack() as stack:
             bus = await stack.enter_async_context(connect(self.server.url, RUN, BusConfig(), name="test", wait_s=60))
             await bus.create_layout()
-            await bus.rows("run").put("config", {"learner": {"steps": STEPS}, "staleness": {"max_lag": 1}})
+            options = {"reward_options": {"api_key": SECRET}}
+            config = {"learner": {"steps": STEPS}, "staleness": {"max_lag": 1}, "actor": options}
+            await bus.rows("run").put("config", config)
+            await stack.enter_async_context(beside(_beat_with_devices(bus)))
             self.world = World(
                 url=self.server.url,
                 run=RUN,
@@ -173,6 +177,18 @@ class LiveRun:
         elif what == "publish":
             self.done = step
         return self._leaving
+
+
+async def _beat_with_devices(bus: Bus) -> None:
+    """Background loop: the row of an engine on two GPUs, as its driver would report them."""
+    devices = [{"device": "GPU-5a", "utilisation": 0.87, "memory_used_bytes": 61 << 30, "memory_bytes": 80 << 30}]
+    devices.append({"device": "GPU-6b", "utilisation": 0.13})
+    use = {"cpu_share": 0.5, "memory_bytes": 9 << 20, "devices": devices}
+    row = {"role": "engine", "id": "g0", "host": "there", "pid": 2, "phase": "serving", "version": 0, "use": use}
+    owned = {"devices": ["GPU-5a", "GPU-6b"], "device_memory_bytes": 80 << 30}
+    while True:
+        await bus.rows("live").put("engine.g0", row | {"capabilities": owned, "log": "/runs/page/logs/g0.log"})
+        await asyncio.sleep(1)
 
 
 def _task(number: int) -> Task:

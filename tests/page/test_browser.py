@@ -13,12 +13,12 @@ import pytest
 
 from tests.launched import run_tidemill
 from tests.page.browser import Reader, open_browser, reading
-from tests.page.live_run import HOSTILE, RUN, LiveRun, dashboard
+from tests.page.live_run import HOSTILE, RUN, SECRET, LiveRun, dashboard
 from tests.waits import poll
 from tidemill.bus.client.addresses import KeptPort
 from tidemill.launch.page.feed import REPEATED
 
-PAGES = ("overview", "flow", "learning", "fleet", "samples", "sample=1", "batch=2")
+PAGES = ("overview", "flow", "learning", "fleet", "samples", "sample=1", "batch=2", "setup")
 CANVASES = {"overview": 1, "flow": 1, "learning": 8, "fleet": 1, "batch=2": 1}
 """Least number of drawn canvases."""
 DRAWN = """[...document.querySelectorAll('main canvas')].filter(canvas => canvas.width &&
@@ -282,6 +282,45 @@ def test_a_renderer_of_an_environment(live: LiveRun, browser: Any, tmp_path: Pat
     assert refused.returncode == 2 and "--renderers: want a directory" in refused.output
 
 
+def test_settings_and_logs(live: LiveRun, browser: Any) -> None:
+    """In full by search, and without the secret of this run; a log that grows is followed, one elsewhere is named."""
+    folder = live.directory / "logs"
+    folder.mkdir()
+    (live.directory / "config.yaml").write_text(f"run: {RUN}\nbus:\n  auth: false\n")
+    (folder / "a0.log").write_text("one\n<b>two</b> \u202e\n")
+    rows = "[...document.querySelectorAll('[aria-label=Settings] tbody tr')].map(row => row.cells[0].textContent)"
+    log = "document.querySelector('pre.log').textContent"
+    with dashboard(live, "--run-dir", str(live.directory)) as served, reading(browser, served) as reader:
+        reader.show("setup")
+        assert "learner.steps" in reader.page.evaluate(rows)
+        assert SECRET not in reader.page.content() and "(hidden)" in reader.page.inner_text("[aria-label=Settings]")
+        reader.page.fill("[aria-label='search settings']", "batches of the RUN")
+        reader.wait(f"() => {rows}.length === 1")
+        assert "setup&q=batches" in reader.page.evaluate("location.hash")
+        assert reader.page.evaluate(log) == "one\n<b>two</b> \\u202e"
+        with (folder / "a0.log").open("a") as file:
+            file.write("three\n")
+        reader.wait(f"() => {log}.endsWith('three')")
+        assert "engine e0" in reader.page.inner_text("[aria-label=Logs] table")
+        reader.show("setup&log=elsewhere")
+        reader.wait(
+            "() => document.querySelector('[aria-label=Logs]').textContent.includes('no log of elsewhere is on')"
+        )
+
+
+def test_the_use_of_processes_and_devices(address: str, browser: Any) -> None:
+    """As heartbeats have it: this machine has no GPU, so one row says what a driver would."""
+    with reading(browser, address) as reader:
+        reader.show("fleet")
+        cells = "[...document.querySelectorAll('[aria-label=Now] tbody tr')].map(row => [...row.cells].slice(5, 8)"
+        reader.wait(
+            f"() => {cells}.map(cell => cell.textContent).join(' ')).some(text => /^\\S+ % \\S+ MiB CPU$/.test(text))"
+        )
+        facts = reader.page.inner_text(".facts")
+        assert "CPU in use" in facts and "50 %" in facts and "of 2" in facts
+        assert "GPU-5a · 87 % · 61 GiB of 80 GiB" in reader.page.inner_text("[aria-label=Now]")
+
+
 def test_a_filter_that_cannot_be_read_is_explained(address: str, browser: Any) -> None:
     with reading(browser, address) as reader:
         reader.expected = re.compile("400")
@@ -299,5 +338,8 @@ def test_finished_run_and_exported_file(live: LiveRun, browser: Any, tmp_path: P
     assert ended.returncode == 0, ended.output
     with reading(browser, file.as_uri()) as reader:
         look_at_all(reader, tmp_path, 1440)
+        reader.show("setup&q=steps")
+        text = reader.page.inner_text("main")
+        assert "learner.steps" in text and SECRET not in file.read_text() and "not in this file" in text
         reader.show("samples&filter=reward%3D1")
         assert reader.page.evaluate("document.querySelectorAll('[aria-label=Samples] tbody tr').length") > 0

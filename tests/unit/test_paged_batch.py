@@ -261,15 +261,23 @@ def test_a_prompt_waits_for_blocks_and_idle_ones_are_evicted_oldest_first() -> N
     for text in (0, 2):
         played.submit(TEXTS[text, :48], max_new_tokens=1)
         played.finish()
-    assert played.pool.num_idle == 6
+    assert (played.pool.num_idle, played.pool.evicted) == (6, 0)
     first, second = (played.submit(TEXTS[2, :48], max_new_tokens=1, count=1)[0] for _ in range(2))
     played.finish()
     assert first.cached_tokens == second.cached_tokens - 16 == 32
     long, short = played.submit(TEXTS[1, :80], max_new_tokens=30)[0], played.submit(TEXTS[2, :33], max_new_tokens=2)[0]
     played.step()
     assert played.batch.running == [long] and list(played.batch.waiting) == [short]
+    evicted = played.pool.evicted
+    assert evicted > 0, "its five blocks are more than were free"
     played.finish()
     played.check()
+    assert played.pool.evicted > evicted
+    evicted = played.pool.evicted
+    played.push()
+    played.submit(TEXTS[0, :48], max_new_tokens=1)
+    played.finish()
+    assert played.pool.evicted == evicted, "blocks of earlier weights are forgotten, not evicted"
 
 
 def test_blocks_with_numbers_that_are_not_finite_are_wiped() -> None:

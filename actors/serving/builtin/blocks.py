@@ -101,6 +101,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.generation = 0
         """Number of changes of the weights."""
+        self.evicted = 0
+        """Blocks of known tokens that were taken for others."""
         self.clear()
 
     def clear(self) -> None:
@@ -215,6 +217,7 @@ class BlockPool:
             block, self.touched = self.touched, self.touched + 1
         else:
             block, _ = self._idle.popitem(last=False)
+            self.evicted += 1
             self._forget(block)
         self._references[block] += 1
         return block

@@ -198,7 +198,8 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start and gauges: running, waiting, waiting_share (of the last seconds), blocks of
-        keys and values in use, free, and of those free the idle ones, which later prompts may begin with.
+        keys and values in use, free, of those free the idle ones, which later prompts may begin with, and idle ones
+        that were taken for other tokens.
         """
         counters, pool = self.scheduler.counters, self.scheduler.batch.pool
         running = len(self.scheduler.running)
@@ -206,6 +207,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
             "kv_blocks_used": pool.num_blocks - pool.available,
             "kv_blocks_free": pool.available,
             "kv_blocks_idle": pool.num_idle,
+            "kv_blocks_evicted": pool.evicted,
             "cached_tokens": counters.prompt_tokens - counters.prefill_tokens,
             "running": running,
             "waiting": max(0, self.unfinished - running) + self.awaiting_version,

@@ -11,22 +11,28 @@ import { fleetPage } from "./fleet.js";
 import { samplesPage } from "./samples.js";
 import { samplePage } from "./sample.js";
 import { batchPage } from "./batch.js";
+import { setupPage } from "./setup.js";
 
-const PAGES = {
-  overview: overviewPage,
-  flow: flowPage,
-  learning: learningPage,
-  fleet: fleetPage,
-  samples: samplesPage,
-  batch: batchPage,
-  sample: samplePage,
-};
+const OF_RUN = { overview: overviewPage, flow: flowPage, learning: learningPage, fleet: fleetPage };
+const PAGES = { ...OF_RUN, samples: samplesPage, batch: batchPage, setup: setupPage, sample: samplePage };
 const TABS = Object.keys(PAGES).filter((name) => name !== "sample");
 const RETRY_MS = 1_000;
 const THEMES = ["auto", "light", "dark"];
 const STALE = ["silent", "full", "ended"];
 
 class App {
+  run = null;
+  answers = null; // those of a reload, of which the earliest is where the events go on
+  page = null;
+  early = null; // events that came while a page was fetching
+  lostSince = null;
+  name = el("h1");
+  chip = el("span.state");
+  progress = el("span.progress");
+  age = el("span.mute.age");
+  alert = el("p.alert", { role: "alert", hidden: true });
+  main = el("main", { tabindex: -1 });
+
   constructor(source) {
     const get = async (...query) => {
       const answer = await source.get(...query);
@@ -34,19 +40,15 @@ class App {
       return answer;
     };
     this.source = Object.assign(Object.create(source), { get });
-    this.run = null;
-    this.answers = null; // those of a reload, of which the earliest is where the events go on
-    this.page = null;
-    this.early = null; // events that came while a page was fetching
-    this.lostSince = null;
     this.received = performance.now();
-    this.header = el("header.top");
-    this.alert = el("p.alert", { role: "alert", hidden: true });
-    this.main = el("main", { tabindex: -1 });
     const focus = (event) => (event.preventDefault(), this.main.focus());
+    const tab = (name) => el("a", { href: link(name), "data-page": name }, name[0].toUpperCase() + name.slice(1));
+    this.tabs = el("nav", { "aria-label": "pages" }, TABS.map(tab));
+    this.theme = button("", () => this.setTheme(THEMES[(THEMES.indexOf(this.chosen) + 1) % THEMES.length]));
+    const header = el("header.top", this.name, this.chip, this.progress, this.age, this.tabs, this.theme);
     const skip = el("a.skip", { href: "#overview", onclick: focus }, "to the content");
-    document.body.replaceChildren(skip, this.header, this.alert, this.main);
-    this.build();
+    document.body.replaceChildren(skip, header, this.alert, this.main);
+    this.setTheme(remembered("tidemill-theme") ?? "auto");
     const { exported } = source;
     if (exported) {
       const words = `exported by Tidemill ${exported.version}, ${clock(exported.time_s)}`;
@@ -57,25 +59,12 @@ class App {
     addEventListener("keydown", (event) => this.key(event));
   }
 
-  build() {
-    this.name = el("h1");
-    this.chip = el("span.state");
-    this.progress = el("span.progress");
-    this.age = el("span.mute.age");
-    const tab = (name) => el("a", { href: link(name), "data-page": name }, name[0].toUpperCase() + name.slice(1));
-    this.tabs = el("nav", { "aria-label": "pages" }, TABS.map(tab));
-    this.theme = button("", () => this.setTheme(THEMES[(THEMES.indexOf(this.chosen) + 1) % THEMES.length]));
-    this.header.append(this.name, this.chip, this.progress, this.age, this.tabs, this.theme);
-    this.setTheme(remembered("tidemill-theme") ?? "auto");
-  }
-
   setTheme(name) {
     this.chosen = name;
     remembered("tidemill-theme", name);
     document.documentElement.dataset.theme = name;
     this.theme.textContent = { auto: "◐", light: "○", dark: "●" }[name];
-    this.theme.title = `theme: ${name}`;
-    this.theme.setAttribute("aria-label", `theme: ${name}`);
+    this.theme.title = this.theme.ariaLabel = `theme: ${name}`;
     redrawAll();
   }
 

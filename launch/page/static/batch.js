@@ -1,7 +1,7 @@
 // One step from its samples to rows, micro-batches and ranks.
 
-import { count, duration, inUnit, link, num, percent } from "./format.js";
-import { button, el, empty, fact, failure, panel, tableOf, taskLink } from "./dom.js";
+import { count, inUnit, link, num } from "./format.js";
+import { button, el, empty, fact, failure, panel, tableOf, tablePanel, taskLink } from "./dom.js";
 import { BatchRows } from "./charts.js";
 
 const ROWS_NOTE =
@@ -13,18 +13,6 @@ function stepBar(step, go, walk) {
   const before = button("‹", () => walk(-1), { "aria-label": "step before" });
   const after = button("›", () => walk(1), { "aria-label": "step after" });
   return el("p.bar", el("h2", "Batch of step"), before, field, after);
-}
-
-function batchFacts(batch) {
-  const slowest = batch.slowest_rank == null ? "waits included" : `slowest: rank ${batch.slowest_rank}`;
-  const facts = [
-    fact("filled", percent(batch.fill), "of the rows' tokens"),
-    fact("padding", percent(batch.padding)),
-    fact("samples", count(batch.samples), `${count(batch.groups?.length)} groups`),
-    fact("shared prompts", count(batch.shared_tokens), "tokens computed once"),
-    fact("time", duration(batch.seconds), slowest, batch.slow && "warn"),
-  ];
-  return el("dl.facts", facts);
 }
 
 /** What made the step slow: its times and sizes beside those of the median step. */
@@ -45,8 +33,7 @@ function groupsPanel(groups) {
     "mean reward": (group) => num(group.reward_mean),
     signal: ({ zero }) => (zero ? "△ none: all rewards are equal" : "✓"),
   };
-  const lines = tableOf(columns, groups, { caption: "Groups of the step" });
-  return panel("Groups", { size: "wide12" }, el("div.scroll", lines));
+  return tablePanel("Groups", "", columns, groups);
 }
 
 export async function batchPage({ source, known, run, go, value }) {
@@ -65,7 +52,7 @@ export async function batchPage({ source, known, run, go, value }) {
   const rows = panel("Rows", { note: ROWS_NOTE, size: "wide12" }, batch.words && el("p.mute", batch.words));
   const pick = (piece) => go(link("sample", piece.seq));
   new BatchRows(rows, { label: `rows of step ${step}`, ranks: batch.ranks, pick });
-  root.append(batchFacts(batch));
+  root.append(el("dl.facts", batch.facts.map(fact)));
   if (batch.pace?.length) root.append(pacePanel(batch));
   root.append(rows);
   if (batch.groups?.length) root.append(groupsPanel(batch.groups));

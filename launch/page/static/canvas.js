@@ -9,17 +9,18 @@ const FRAME_MS = 8; // of the 16 of a frame
 const WORDS_EVERY_MS = 5_000; // the hidden table is written this often at most
 
 const colours = new Map();
-const waiting = new Set();
+const waiting = new Set(); // charts to be drawn
+const unwritten = new Set(); // charts whose hidden table is old
 const charts = new Set();
+let probe = null;
+let observers = null;
 
 /** A colour of app.css as it is in the current theme: `ink("version")`. */
 export function ink(name) {
   if (!colours.has(name)) {
-    const probe = el("i");
+    if (!probe) document.body.append((probe = el("i", { hidden: true })));
     probe.style.color = `var(--${name})`;
-    document.body.append(probe);
     colours.set(name, getComputedStyle(probe).color);
-    probe.remove();
   }
   return colours.get(name);
 }
@@ -30,50 +31,51 @@ export function redrawAll() {
   for (const chart of charts) chart.redraw();
 }
 
-/** Draw what waits until the frame's share is used up; the rest in the next frame. */
+/** Draw what waits until the frame's share is used up; the rest in the next frame, and then the hidden tables. */
 function drawWaiting() {
+  for (const chart of waiting) chart.width ||= chart.canvas.clientWidth; // all, before one of them changes something
   const ends = performance.now() + FRAME_MS;
   for (const chart of waiting) {
     waiting.delete(chart);
-    chart.drawNow();
+    if (chart.width) chart.drawNow(); // else once it is laid out
     if (performance.now() > ends) break;
   }
   if (waiting.size) requestAnimationFrame(drawWaiting);
+  else setTimeout(writeTables);
 }
 
-let sight = null;
+function writeTables() {
+  if (waiting.size) return;
+  for (const chart of unwritten) chart.write();
+  unwritten.clear();
+}
 
-/** Watch a canvas: what is scrolled far out of sight waits until it comes near. */
-function watchSight(canvas) {
-  sight ??= new IntersectionObserver(
-    (entries) => {
-      for (const { target, isIntersecting } of entries) {
-        target.chart.hidden = !isIntersecting;
-        if (isIntersecting) target.chart.redraw();
-      }
-    },
-    { rootMargin: "100%" },
-  );
-  sight.observe(canvas);
+/** Watch size and place: asking for them lays the page out again, and what is out of sight is not drawn. */
+function watch(chart) {
+  observers ??= [
+    new ResizeObserver((seen) => seen.forEach(({ target, contentRect }) => target.chart.resize(contentRect.width))),
+    new IntersectionObserver((seen) => seen.forEach(({ target, isIntersecting }) => target.chart.see(isIntersecting)), {
+      rootMargin: "100%",
+    }),
+  ];
+  chart.host.chart = chart.canvas.chart = chart;
+  observers[0].observe(chart.host);
+  observers[1].observe(chart.canvas);
+  charts.add(chart);
 }
 
 /** Base of the charts: they `draw`, and may have `words`, `hover(x, y)`, `pick(x, y)` and `move(dx, dy)`. */
 export class Chart {
+  width = 0; // known once it is laid out
+
   constructor(host, { height, label, says = false }) {
-    this.host = host;
-    this.height = height;
-    this.label = label;
+    Object.assign(this, { host, height, label, written: -Infinity });
     this.canvas = el("canvas", { role: "img", "aria-label": label, tabindex: 0 });
     this.canvas.style.height = `${height}px`; // before it is drawn: what is out of sight takes its room
-    this.written = 0;
     host.append(this.canvas);
     if (says) host.append((this.readout = el("p.readout", { "aria-live": "polite" })));
-    this.canvas.chart = this; // for the console
-    watchSight(this.canvas);
     this.context = this.canvas.getContext("2d");
-    this.observer = new ResizeObserver(() => this.redraw());
-    this.observer.observe(host);
-    charts.add(this);
+    watch(this);
     const leave = () => this.hover?.(null, null);
     const handlers = {
       pointermove: (event) => this.hover?.(event.offsetX, event.offsetY),
@@ -98,6 +100,19 @@ export class Chart {
     this.readout.textContent = visible(text);
   }
 
+  resize(width) {
+    if (this.width && !this.canvas.isConnected) this.close(); // its page has been left
+    else if (this.width !== width) {
+      this.width = width;
+      this.redraw();
+    }
+  }
+
+  see(inSight) {
+    this.hidden = !inSight;
+    this.redraw();
+  }
+
   redraw() {
     if (this.hidden) return;
     if (!waiting.size) requestAnimationFrame(drawWaiting);
@@ -105,12 +120,7 @@ export class Chart {
   }
 
   drawNow() {
-    if (!this.canvas.isConnected) {
-      if (this.width) this.close(); // its page has been left
-      return;
-    }
     const ratio = devicePixelRatio || 1;
-    this.width = this.host.clientWidth - 2 * parseFloat(getComputedStyle(this.host).paddingLeft || 0);
     const size = [Math.round(this.width * ratio), Math.round(this.height * ratio)];
     if (this.canvas.width !== size[0] || this.canvas.height !== size[1]) [this.canvas.width, this.canvas.height] = size;
     this.canvas.style.height = `${this.height}px`;
@@ -119,12 +129,11 @@ export class Chart {
     this.context.font = "12px system-ui, 'Noto Sans', sans-serif";
     this.context.textBaseline = "middle";
     this.draw(this.context, this.width, this.height);
-    this.write();
+    if (this.words && performance.now() > this.written + WORDS_EVERY_MS) unwritten.add(this);
   }
 
   /** The numbers as a table that only assistive technology shows. */
   write() {
-    if (!this.words || performance.now() - this.written < WORDS_EVERY_MS) return;
     this.written = performance.now();
     const { head, rows, summary } = this.words();
     this.canvas.setAttribute("aria-label", summary ? `${this.label}: ${summary}` : this.label);
@@ -135,9 +144,10 @@ export class Chart {
   }
 
   close() {
-    this.observer.disconnect();
-    sight.unobserve(this.canvas);
+    observers[0].unobserve(this.host);
+    observers[1].unobserve(this.canvas);
     charts.delete(this);
+    waiting.delete(this);
     this.left?.();
   }
 }
@@ -199,15 +209,8 @@ export function hatch(g, name) {
   const colour = ink(name);
   if (!hatches.has(colour)) {
     const tile = el("canvas", { width: 6, height: 6 });
-    const pen = tile.getContext("2d");
-    pen.strokeStyle = colour;
-    pen.lineWidth = 1.6;
-    pen.beginPath();
-    for (const offset of [-6, 0, 6]) {
-      pen.moveTo(offset, 6);
-      pen.lineTo(offset + 6, 0);
-    }
-    pen.stroke();
+    const pen = Object.assign(tile.getContext("2d"), { strokeStyle: colour, lineWidth: 1.6 });
+    for (const offset of [-6, 0, 6]) drawSegment(pen, offset, 6, offset + 6, 0);
     hatches.set(colour, tile);
   }
   return g.createPattern(hatches.get(colour), "repeat");

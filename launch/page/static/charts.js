@@ -9,12 +9,11 @@ import { BOTTOM, LEFT, RIGHT } from "./curves.js";
 export class HeatMap extends PlacesChart {
   constructor(host, { label, columns, rows, shares, pick }) {
     super(host, { height: 170, label, says: true });
-    this.onPick = ([column, row]) => pick(column, row);
-    this.set({ columns, rows, shares });
+    this.set({ columns, rows, shares, onPick: ([column, row]) => pick(column, row) });
   }
 
-  set({ columns, rows, shares }) {
-    Object.assign(this, { columns, rows, shares });
+  set(changes) {
+    Object.assign(this, changes);
     this.redraw();
   }
 
@@ -112,11 +111,6 @@ export class Flow extends PlacesChart {
     this.redraw();
   }
 
-  tone(id) {
-    const tones = this.links.filter((band) => band.to === id && band.value).map((band) => band.tone);
-    return { warn: "warn", bad: "bad", ok: "ok" }[tones.find((tone) => tone !== "ok") ?? tones[0]] ?? "mute";
-  }
-
   draw(g, width, height) {
     this.areas = [];
     if (!this.nodes.some((node) => node.value))
@@ -127,7 +121,7 @@ export class Flow extends PlacesChart {
       const [x0, x1] = [band.source.x + NODE, band.target.x];
       const middle = (x0 + x1) / 2;
       g.globalAlpha = 0.26;
-      g.fillStyle = ink(this.tone(band.to));
+      g.fillStyle = ink(band.target.tone);
       g.beginPath();
       g.moveTo(x0, band.y0);
       g.bezierCurveTo(middle, band.y0, middle, band.y1, x1, band.y1);
@@ -137,7 +131,7 @@ export class Flow extends PlacesChart {
     }
     g.globalAlpha = 1;
     for (const node of Object.values(nodes)) {
-      g.fillStyle = ink(this.tone(node.id));
+      g.fillStyle = ink(node.tone);
       g.fillRect(node.x, node.y, NODE, Math.max(2, node.size));
       const [text, middle] = [`${node.name} ${count(node.value)}`, node.y + Math.max(6, node.size / 2)];
       writeText(g, text, node.x + NODE + 5, middle, { colour: "ink", width: node.room - NODE - 8 });
@@ -152,7 +146,7 @@ export class Flow extends PlacesChart {
     const most = Math.max(...shown.map((node) => node.value));
     shown.forEach((node, place) => {
       writeText(g, `${node.name} ${count(node.value)}`, 2, place * pitch + 9, { colour: "ink" });
-      g.fillStyle = ink(this.tone(node.id));
+      g.fillStyle = ink(node.tone);
       g.fillRect(2, place * pitch + 18, Math.max(2, (node.value / most) * (width - 4)), Math.max(3, pitch - 24));
       this.note(g, 0, place * pitch, width, pitch, node);
     });

@@ -56,10 +56,8 @@ export class Curves extends Chart {
   }
 
   draw(g, width, height) {
-    if (!this.lines.some((line) => line.points.length)) {
-      writeText(g, "no values yet", width / 2, height / 2, { align: "center" });
-      return;
-    }
+    if (!this.lines.some((line) => line.points.length))
+      return writeText(g, "no values yet", width / 2, height / 2, { align: "center" });
     const scales = this.scales(width, height);
     this.stepAt = scales.step;
     this.drawAxes(g, width, height, scales);
@@ -71,7 +69,7 @@ export class Curves extends Chart {
     for (const line of this.lines) this.drawLine(g, line, scales, outliers);
     g.restore();
     this.drawOutliers(g, outliers, width);
-    this.drawCrosshair(g, width, height, scales);
+    return this.drawCrosshair(g, width, height, scales);
   }
 
   drawAxes(g, width, height, { x, y, low, high, first, last }) {
@@ -118,19 +116,14 @@ export class Curves extends Chart {
     g.beginPath();
     let joined = false;
     line.points.forEach(([step, value], place) => {
-      if (value == null || (this.log && value <= 0)) {
-        joined = false;
-        return;
+      const known = value != null && !(this.log && value <= 0);
+      if (known) {
+        const scaled = this.log ? Math.log10(value) : value;
+        if (scaled > high || scaled < low) outliers.push([x(step), scaled > high, value]);
+        g[joined ? "lineTo" : "moveTo"](x(step), y(value));
+        if (!joined && line.points[place + 1]?.[1] == null) g.fillRect(x(step) - 1.5, y(value) - 1.5, 3, 3);
       }
-      const scaled = this.log ? Math.log10(value) : value;
-      if (scaled > high || scaled < low) outliers.push([x(step), scaled > high, value]);
-      if (joined) g.lineTo(x(step), y(value));
-      else {
-        g.moveTo(x(step), y(value));
-        const alone = line.points[place + 1]?.[1] == null;
-        if (alone || line.dots) g.fillRect(x(step) - 1.5, y(value) - 1.5, 3, 3);
-      }
-      joined = true;
+      joined = known;
     });
     g.stroke();
     g.setLineDash([]);

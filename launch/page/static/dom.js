@@ -1,6 +1,6 @@
 // Elements. Text enters by text nodes alone, and every string is escaped on the way (`visible`).
 
-import { link, samplesLink, visible } from "./format.js";
+import { inUnit, link, samplesLink, visible } from "./format.js";
 
 /** `el("td.warn", {title: "…", onclick: f}, "text", child, …)`; null and false children are left out. */
 export function el(name, attributes, ...children) {
@@ -28,9 +28,13 @@ export function panel(title, { note, tools = [], size, label = title } = {}, ...
   return el(size ? `section.${size}` : "section", { "aria-label": label }, header, children);
 }
 
-/** A number of the row of facts on top of a page. */
-export function fact(name, value, note, tone) {
-  return el(tone ? `div.fact.${tone}` : "div.fact", el("dt", name), el("dd", value), el("small", note || " "));
+/** A number of the row of facts on top of a page, as the server has it. */
+export function fact({ name, value, unit, note, status, metric }) {
+  const words = value != null && ["steps", "tokens/s", "cores"].includes(unit) && el("small", ` ${unit}`);
+  const mark = MARK[status] && unit !== "check" && el(`b.${status}`, { title: status }, ` ${MARK[status]}`);
+  const title = metric ? el("a", { href: link("learning", "", { q: metric }) }, name) : name;
+  const number = el("dd", inUnit(value, unit), words, mark);
+  return el(`div.fact.${status}`, el("dt", title), number, el("small", note || " "));
 }
 
 /** A request that was refused, in the server's words. */
@@ -63,6 +67,8 @@ export function empty(text, command) {
   return el("p.empty", text, command ? el("code", command) : null);
 }
 
+const MARK = { ok: "✓", warn: "△", bad: "✕" };
+const SEARCH_MS = 200; // from the last key to the search
 const QUANTITY = /^(?:[-−]?[\d.,]+(?:e-?\d+)?(?: (?:[kMG%]|ms|s|min|h|[KMGT]iB|bytes))?|—)$/;
 
 /** A table; a row may be `{cells, onclick, class}`. A column whose first cell is a quantity is set to the right. */
@@ -74,10 +80,8 @@ export function table(head, rows, { caption, hidden } = {}) {
   const line = (row) => {
     const { cells, ...attributes } = Array.isArray(row) ? { cells: row } : row;
     const { onclick } = attributes;
-    if (onclick) {
-      attributes.tabindex = 0;
-      attributes.onkeydown = (event) => event.key === "Enter" && event.target === event.currentTarget && onclick(event);
-    }
+    const onkeydown = ({ key, target, currentTarget }) => key === "Enter" && target === currentTarget && onclick();
+    if (onclick) Object.assign(attributes, { tabindex: 0, onkeydown });
     const cell = (item, place) => (item instanceof HTMLTableCellElement ? item : el(tag("td", place), item ?? "—"));
     return el("tr", attributes, cells.map(cell));
   };
@@ -86,10 +90,15 @@ export function table(head, rows, { caption, hidden } = {}) {
   return el(hidden ? "table.hidden" : "table", parts);
 }
 
-/** A table by its columns, `{name: (item) => cell}`, with a line for each item. */
-export function tableOf(columns, items, options) {
-  const cells = (item) => Object.values(columns).map((cell) => cell(item));
-  return table(Object.keys(columns), items.map(cells), options);
+/** A table by its columns, `{name: (item) => cell}`, with a line for each item; `row` gives attributes of a line. */
+export function tableOf(columns, items, { row, ...options } = {}) {
+  const line = (item, place) => ({ cells: Object.values(columns).map((cell) => cell(item)), ...row?.(item, place) });
+  return table(Object.keys(columns), items.map(line), options);
+}
+
+/** A panel over the whole width with a table, which scrolls. */
+export function tablePanel(title, note, columns, items) {
+  return panel(title, { note, size: "wide12" }, el("div.scroll", tableOf(columns, items, { caption: title })));
 }
 
 export function button(text, onclick, attributes = {}, ...children) {
@@ -104,6 +113,13 @@ export function commandButton(text, ask) {
     target.textContent = await ask().then(done, (problem) => problem.message);
     target.disabled = false;
   });
+}
+
+/** A field that calls `changed` a moment after the last key. */
+export function searchField(label, placeholder, value, changed) {
+  let timer;
+  const later = () => (clearTimeout(timer), (timer = setTimeout(changed, SEARCH_MS)));
+  return el("input", { type: "search", "aria-label": label, placeholder, value, oninput: later });
 }
 
 /** A row of buttons of which one is pressed. */

@@ -1,21 +1,19 @@
 // Which process does what, when: a lane per process, queues, hosts and devices.
 
-import { bytes, count, duration, link, num, samplesLink } from "./format.js";
-import { button, commandButton, el, empty, fact, panel, table, tableOf } from "./dom.js";
+import { bytes, count, duration, joinWords, link, num, percent, samplesLink } from "./format.js";
+import { button, commandButton, el, empty, fact, panel, table, tableOf, tablePanel } from "./dom.js";
 import { Lanes, PHASES, SILENT_S } from "./lanes.js";
 
 const TABLE_EVERY_MS = 5_000;
 const MOST_ROWS = 300;
 const SPANS = { "1 min": 60, "10 min": 600, "1 h": 3_600 };
-const MEANING = {
-  working: "works (shade: version)",
-  waiting: "waits",
-  updating: "takes weights",
-  draining: "drains",
-  down: "is gone",
-};
+const STATES = { working: "works (shade: version)", waiting: "waits", updating: "takes weights" };
+const MEANING = { ...STATES, draining: "drains", down: "is gone" };
 const COLUMNS = {
-  process: (lane) => lane.lane,
+  process: ({ lane, log }) => {
+    const [, name] = /([^/]+)\.log$/.exec(log ?? "") ?? [];
+    return name ? el("a", { href: link("setup", "", { log: name }), title: log }, lane) : lane;
+  },
   host: (lane) => lane.host,
   phase: ({ silent_s: silent, phase, waits_for: awaited }) => {
     if (silent > SILENT_S) return el("td.warned", `silent for ${duration(silent)}`);
@@ -27,15 +25,23 @@ const COLUMNS = {
     return behind > 0 ? el("td.warned", `v${version}, ${count(behind)} behind`) : `v${version}`;
   },
   "tokens/s": (lane) => num(lane.tokens_per_second),
+  CPU: (lane) => percent(lane.cpu_share),
+  memory: (lane) => bytes(lane.memory_bytes),
+  devices: ({ devices }) => el("td", devices.length ? devices.map(deviceLine) : "CPU"),
+  restarts: (lane) => count(lane.restarts ?? 0),
+  trouble: (lane) => lane.trouble || lane.note || "—",
   load: (lane) => {
     const load = Object.entries(lane.load ?? {}).map(([name, value]) => `${name} ${num(value)}`);
     return el("td.text", { title: load.join(", ") }, load.join(", "));
   },
-  memory: (lane) => bytes(lane.memory_bytes),
-  devices: (lane) => (lane.devices ?? []).join(" ") || "CPU",
-  restarts: (lane) => count(lane.restarts ?? 0),
-  trouble: (lane) => lane.trouble || lane.note || "—",
 };
+
+/** An accelerator in a line: the begin of its UUID, and its use where the driver was asked. */
+function deviceLine({ device, utilisation, memory_used_bytes: used, memory_bytes: all }) {
+  const memory = [used, all].filter((size) => size != null).map(bytes);
+  const words = joinWords(device.slice(0, 12), utilisation != null && percent(utilisation), memory.join(" of "));
+  return el("div", { title: device }, words);
+}
 
 function legend() {
   const items = PHASES.map((phase) => el("span", el(`i.${phase}`), MEANING[phase]));
@@ -66,17 +72,6 @@ function scaleForm(hosts, source) {
   return el("div.scroll.scale", table(head, hosts.map(row), { caption: "Desired processes" }));
 }
 
-function queueFacts(queue = {}) {
-  return [
-    fact("tasks waiting", count(queue.waiting), "in the queue"),
-    fact("tasks leased", count(queue.leased), "with actors"),
-    fact("samples stored", count(queue.stream_messages), "in the stream"),
-    fact("stream", bytes(queue.stream_bytes), queue.full || "has room"),
-    fact("bus", bytes(queue.bus_bytes), "all streams"),
-    fact("checkpoints", bytes(queue.checkpoints_free_bytes), "free for them"),
-  ];
-}
-
 /** Engines by the samples that they made, the ones that are behind first: it is there after the end, too. */
 function enginesPanel(engines) {
   const least = Math.min(...engines.map((engine) => engine.behind));
@@ -89,16 +84,16 @@ function enginesPanel(engines) {
     tokens: ({ tokens }) => count(tokens),
   };
   const note = "how far its samples were behind the newest version when they were stored; mean and most";
-  return panel("Engines by their samples", { note, size: "wide12" }, el("div.scroll", tableOf(columns, engines)));
+  return tablePanel("Engines by their samples", note, columns, engines);
 }
 
 class FleetView {
   root = el("div.page");
   body = el("div.scroll");
+  facts = el("dl.facts");
 
   constructor({ source, run, go }, fleet) {
     Object.assign(this, { run, go, lanes: fleet.lanes });
-    this.facts = el("dl.facts", queueFacts(fleet.queue));
     const tools = Object.keys(SPANS).map((name) => button(name, () => this.show(SPANS[name])));
     const picture = panel("Processes", { note: "newest at the right", size: "wide12", tools });
     this.chart = new Lanes(picture, { label: "phases of the processes", pick: (...place) => this.open(...place) });
@@ -108,6 +103,7 @@ class FleetView {
     const now = panel("Now", { note, size: "wide12" }, this.body, operator ? scaleForm(fleet.hosts, source) : null);
     this.root.append(this.facts, picture, now);
     if (fleet.engines?.length) this.root.append(enginesPanel(fleet.engines));
+    this.update({ queue: fleet.queue });
     this.write();
     this.chart.set(fleet);
   }
@@ -135,7 +131,7 @@ class FleetView {
   update({ run, segments, pushes, processes, queue }) {
     this.lanes = processes ?? this.lanes;
     this.chart.add({ now_s: run?.now_s, segments, pushes, lanes: processes });
-    if (queue) this.facts.replaceChildren(...queueFacts(queue));
+    if (queue) this.facts.replaceChildren(...queue.facts.map(fact));
     if (processes && performance.now() - this.written > TABLE_EVERY_MS) this.write();
   }
 }

@@ -1,7 +1,7 @@
 // The way of the samples, and the ledger in which every one of them has exactly one place.
 
 import { clock, count, percent, samplesLink } from "./format.js";
-import { button, choice, commandButton, el, panel, table, tableOf } from "./dom.js";
+import { button, choice, commandButton, el, panel, table, tablePanel } from "./dom.js";
 import { Flow } from "./charts.js";
 
 const TIMES = { "whole run": null, "last 10 min": "600" };
@@ -25,23 +25,6 @@ function ledgerRows(flow) {
   });
 }
 
-/** What an audit found: `{tone, text, notes}`. Only one that has ended and found nothing is good. */
-export function auditWords({ state = "not yet", words, lost, twice, problems = [], at_seq, time_s } = {}) {
-  if (state === "not yet") return { tone: "mute", text: "◌ lost and trained twice: not checked yet", notes: [] };
-  if (state === "running") return { tone: "mute", text: "◌ lost and trained twice: being checked", notes: [] };
-  if (state !== "checked") return { tone: "badly", text: `✕ not checked: ${state}`, notes: words ? [words] : [] };
-  const fine = lost === 0 && twice === 0 && !problems.length;
-  const text = `${fine ? "✓" : "✕"} lost ${count(lost)} · trained twice ${count(twice)}`;
-  return { tone: fine ? "good" : "badly", text, notes: [`up to sample #${at_seq} at ${clock(time_s)}`, ...problems] };
-}
-
-/** Whether published and accounted samples agree: `{tone, text}`; null is unknown, neither good nor bad. */
-export function balanceWords({ ok, words, difference } = {}) {
-  if (ok == null) return { tone: "mute", text: `— balance: ${words ?? "unknown"}` };
-  if (ok) return { tone: "good", text: `✓ balance: ${words}` };
-  return { tone: "badly", text: `✕ ${words} (difference ${count(difference)})` };
-}
-
 /** Whether a check would find something new: samples of a run that has ended do not change. */
 export function isOld(audit, { mode, now_s }) {
   if (audit?.state === "running") return false;
@@ -63,7 +46,7 @@ function deadTasks(dead, operator, source) {
     decision: ({ task, decision }) =>
       decision || (operator && el("span", decide(task, "requeue"), decide(task, "drop"))) || "—",
   };
-  return panel("Dead tasks", { note: "given up after their attempts", size: "wide12" }, tableOf(columns, dead));
+  return tablePanel("Dead tasks", "given up after their attempts", columns, dead);
 }
 
 class FlowView {
@@ -102,7 +85,7 @@ class FlowView {
   draw() {
     const { flow } = this;
     this.chart.set(flow);
-    const balance = balanceWords(flow.balance);
+    const { balance } = flow;
     this.body.replaceChildren(
       table(["samples", "number", "share"], ledgerRows(flow), { caption: "Ledger" }),
       el(`p.${balance.tone}`, balance.text),
@@ -112,10 +95,10 @@ class FlowView {
   }
 
   audit() {
-    const { tone, text, notes } = auditWords(this.flow.audit);
+    const { tone, text, notes, time_s: time } = this.flow.audit;
     const check = (event) => this.ask({ check: 1 }).catch(({ message }) => (event.target.textContent = message));
     const old = this.source.live && isOld(this.flow.audit, this.run());
-    const lines = notes.map((note) => el("span.cure", note));
+    const lines = [...notes, time && `checked ${clock(time)}`].map((note) => note && el("span.cure", note));
     return el(`p.audit.${tone}`, { role: "status" }, [text, " ", old && button("check now", check)], lines);
   }
 

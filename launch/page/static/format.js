@@ -4,10 +4,11 @@ const MOST_POINTS = 1_600; // of a curve, before it is reduced again
 const BUCKETS = 400;
 const NUMBER = new Intl.NumberFormat("en-US");
 
-/** A number with three significant digits: `12.4 k`, `0.812`, `7.5e-8`, and `—` where it is undefined. */
-export function num(value) {
-  if (value == null || !Number.isFinite(value)) return "—";
-  const size = Math.abs(value);
+/** How a number is shown; one that is undefined is `—`. */
+const shown = (show) => (value) => (value == null || !Number.isFinite(value) ? "—" : show(value, Math.abs(value)));
+
+/** A number with three significant digits: `12.4 k`, `0.812`, `7.5e-8`. */
+export const num = shown((value, size) => {
   if (size === 0) return "0";
   if (size < 0.001) return value.toExponential(1).replace(".0e", "e");
   if (size >= 999_500_000) return `${(value / 1e9).toPrecision(3)} G`;
@@ -15,39 +16,32 @@ export function num(value) {
   if (size >= 9_995) return `${(value / 1e3).toPrecision(3)} k`;
   if (size >= 999.5) return NUMBER.format(Math.round(value));
   return String(Number(value.toPrecision(3)));
-}
+});
 
 /** A count: in full with commas below a million. */
-export function count(value) {
-  if (value == null || !Number.isFinite(value)) return "—";
-  return Math.abs(value) < 1e6 ? NUMBER.format(Math.round(value)) : num(value);
-}
+export const count = shown((value, size) => (size < 1e6 ? NUMBER.format(Math.round(value)) : num(value)));
 
-export function percent(value) {
-  if (value == null || !Number.isFinite(value)) return "—";
-  return value > 0 && value < 0.001 ? "< 0.1 %" : `${num(value * 100)} %`;
-}
+export const percent = shown((value) => (value > 0 && value < 0.001 ? "< 0.1 %" : `${num(value * 100)} %`));
 
 /** A duration: `0.4 ms`, `35 ms`, `2.1 s`, `41 min`, `3.2 h`. */
-export function duration(seconds) {
-  if (seconds == null || !Number.isFinite(seconds)) return "—";
-  const size = Math.abs(seconds);
+export const duration = shown((seconds, size) => {
   if (size === 0) return "0 s";
   if (size < 0.9995) return `${Number((seconds * 1e3).toPrecision(2))} ms`;
   if (size < 99.5) return `${Number(seconds.toPrecision(2))} s`;
   if (size < 5_970) return `${Math.round(seconds / 60)} min`;
   return size < 172_800 ? `${Number((seconds / 3600).toPrecision(2))} h` : `${Math.round(seconds / 86_400)} days`;
-}
+});
 
 const BYTES = ["bytes", "KiB", "MiB", "GiB", "TiB"];
 
-export function bytes(value) {
-  if (value == null || !Number.isFinite(value)) return "—";
+export const bytes = shown((value) => {
   const power = Math.min(4, Math.floor(Math.log2(Math.max(1, value)) / 10));
   return power ? `${Number((value / 1024 ** power).toPrecision(3))} ${BYTES[power]}` : `${count(value)} bytes`;
-}
+});
 
-const UNITS = { s: duration, bytes, share: percent };
+/** A check that is neither true nor false is unknown. */
+const check = (value) => (value == null ? "—" : value ? "✓ balance" : "✕ no balance");
+const UNITS = { s: duration, bytes, share: percent, count, check };
 
 /** A value in the unit that the server names. */
 export function inUnit(value, unit) {
@@ -114,13 +108,6 @@ export function parseLink(hash) {
   return { page: page || "overview", value, query: Object.fromEntries(items) };
 }
 
-/** Names that a list of names and beginnings (`eval/*`) takes, in its order. */
-export function chooseNames(all, wanted) {
-  const fits = (pattern) =>
-    all.filter((name) => (pattern.endsWith("*") ? name.startsWith(pattern.slice(0, -1)) : name === pattern));
-  return [...new Set(wanted.flatMap(fits))];
-}
-
 /** First and last token that `t=120-180` or `t=120` names, or null. */
 export function tokenRange(text) {
   const match = /^(\d+)(?:-(\d+))?$/.exec(text ?? "");
@@ -168,23 +155,14 @@ export function addPoint(points, step, value) {
 
 /** Points in `buckets` parts of equally many, of each the least and the greatest value and a hole: spikes stay. */
 export function reduce(points, buckets) {
-  if (points.length <= 2 * buckets) return points;
   const size = Math.ceil(points.length / buckets);
-  const kept = [];
+  const kept = new Set();
   for (let start = 0; start < points.length; start += size) {
-    const end = Math.min(points.length, start + size);
-    let [low, high, hole] = [-1, -1, -1];
-    for (let place = start; place < end; place++) {
-      const value = points[place][1];
-      if (value == null) hole = place;
-      else {
-        if (low < 0 || value < points[low][1]) low = place;
-        if (high < 0 || value > points[high][1]) high = place;
-      }
-    }
-    for (const place of [...new Set([low, high, hole])].sort((a, b) => a - b)) if (place >= 0) kept.push(points[place]);
+    const part = points.slice(start, start + size);
+    const known = part.filter(([, value]) => value != null).sort((a, b) => a[1] - b[1]);
+    for (const point of [known[0], known.at(-1), part.find(([, value]) => value == null)]) if (point) kept.add(point);
   }
-  return kept;
+  return [...kept].sort((a, b) => a[0] - b[0]);
 }
 
 /** Ends of a value axis: from the 2nd to the 98th percentile where values beyond them would flatten the rest. */
@@ -209,18 +187,12 @@ export function judge(points, low, high) {
   if (low == null && high == null) return { mark: "", text: "" };
   const outside = ([, value]) => value != null && ((low != null && value < low) || (high != null && value > high));
   const recent = points.slice(-10).filter(outside).length;
-  const earlier = points.slice(0, -10).filter(outside).length;
-  if (recent) {
-    // Since the first step outside behind ten steps that were inside.
-    let [since, inside] = [points.length - 1, 0];
-    for (let place = points.length - 1; place >= 0 && inside < 10; place--) {
-      inside = outside(points[place]) ? 0 : inside + 1;
-      if (!inside) since = place;
-    }
-    const text = `since step ${count(points[since][0])}: ${recent} of the last ${Math.min(10, points.length)} outside`;
-    return { mark: "△", tone: "warn", text };
-  }
-  return { mark: "✓", tone: "ok", text: earlier ? "earlier outside" : "" };
+  if (!recent) return { mark: "✓", tone: "ok", text: points.some(outside) ? "earlier outside" : "" };
+  // Since the first step outside behind ten steps that were inside.
+  let since = points.length;
+  for (let place = since - 1; place >= 0 && since - place <= 10; place--) if (outside(points[place])) since = place;
+  const text = `since step ${count(points[since][0])}: ${recent} of the last ${Math.min(10, points.length)} outside`;
+  return { mark: "△", tone: "warn", text };
 }
 
 const SHADE_EDGES = {

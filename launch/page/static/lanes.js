@@ -1,6 +1,6 @@
 // A lane per process over time: phases by hue and pattern, pushes as lines through all lanes.
 
-import { bytes, clock, count, duration, firstFrom, insert, joinWords, num, ticks, visible } from "./format.js";
+import { bytes, clock, count, duration, firstFrom, insert, joinWords, num, percent, ticks, visible } from "./format.js";
 import { Chart, hatch, drawSegment, ink, writeText } from "./canvas.js";
 
 const ROW = 16;
@@ -8,7 +8,7 @@ const GROUP = 20; // height of a group's heading
 const STACK = 46; // height of a group that is drawn as shares
 const AXIS = 22;
 const NAMES = 112;
-const FACTS = 178; // right column; left out where the page is narrow
+const FACTS = 214; // right column; left out where the page is narrow
 const NARROW_LANES = 700;
 export const MOST_LANES = 80;
 const KEPT_S = 3_600;
@@ -20,24 +20,18 @@ const PATTERN = { updating: "version", draining: "warn", down: "bad" };
 
 /** Segments by lane in the order of time; a segment that comes again replaces the earlier one. */
 export class Segments {
-  constructor() {
-    this.lanes = new Map();
-  }
+  lanes = new Map();
 
   add(segments) {
     for (const segment of segments) {
-      const lane = this.lanes.get(segment.lane) ?? [];
-      insert(lane, segment, (item) => item.begin_s);
-      this.lanes.set(segment.lane, lane);
+      if (!this.lanes.has(segment.lane)) this.lanes.set(segment.lane, []);
+      insert(this.of(segment.lane), segment, (item) => item.begin_s);
     }
   }
 
   /** Forget what ended before `second`. */
   forget(second) {
-    for (const lane of this.lanes.values()) {
-      const kept = lane.findIndex((segment) => (segment.end_s ?? Infinity) >= second);
-      if (kept > 0) lane.splice(0, kept);
-    }
+    for (const [name, lane] of this.lanes) lane.splice(0, this.firstAfter(name, second));
   }
 
   of(lane) {
@@ -108,7 +102,6 @@ export class Lanes extends Chart {
 
   /** Put lanes under their roles; with more than 80 of them a role is one stack, and a click opens it. */
   arrange() {
-    const roles = grouped(this.lanes);
     const many = this.lanes.length > MOST_LANES;
     this.rows = [];
     let y = 0;
@@ -116,7 +109,7 @@ export class Lanes extends Chart {
       this.rows.push({ ...row, y });
       y += row.height;
     };
-    for (const [role, lanes] of roles) {
+    for (const [role, lanes] of Map.groupBy(this.lanes, (lane) => lane.role)) {
       const collapsed = many && lanes.length > 4 && !this.opened.has(role);
       add({ height: GROUP, role, lanes, heading: true, collapsed });
       if (collapsed) add({ height: STACK, role, lanes, collapsed });
@@ -189,7 +182,9 @@ export class Lanes extends Chart {
     const silent = lane.silent_s > SILENT_S && `silent ${duration(lane.silent_s)}`;
     const pace = lane.tokens_per_second ? `${num(lane.tokens_per_second)} tok/s` : lane.phase;
     const state = lane.trouble ? "△ trouble" : silent || pace;
-    const words = [lane.version != null && `v${lane.version}`, state, lane.restarts > 0 && `↻ ${lane.restarts}`];
+    const [device] = lane.devices;
+    const use = device?.utilisation != null ? `GPU ${percent(device.utilisation)}` : `CPU ${percent(lane.cpu_share)}`;
+    const words = [lane.version != null && `v${lane.version}`, state, lane.restarts > 0 && `↻ ${lane.restarts}`, use];
     const text = visible(words.filter(Boolean).join("  "));
     writeText(g, text, facts + 10, y + ROW / 2, { colour, width: FACTS - 8 });
   }
@@ -286,10 +281,4 @@ function pushWords({ version, seconds, stall_seconds: stall, bytes: size, engine
 function segmentWords({ lane, phase, words, version, begin_s: begin, end_s: end }, now) {
   const time = [duration((end ?? now) - begin), `since ${clock(begin)}`];
   return joinWords(lane, phase, words, ...time, version != null && `v${version}`);
-}
-
-function grouped(lanes) {
-  const roles = new Map();
-  for (const lane of lanes) roles.set(lane.role, [...(roles.get(lane.role) ?? []), lane]);
-  return roles;
 }

@@ -1,22 +1,12 @@
 // Curves of every metric with their healthy ranges, runs over each other, and the lag of the trained tokens.
 
-import { addPoint, chooseNames, inUnit, joinWords, judge, link, samplesLink } from "./format.js";
-import { button, choice, el, empty, panel } from "./dom.js";
+import { addPoint, inUnit, joinWords, judge, link, samplesLink } from "./format.js";
+import { button, choice, el, empty, panel, searchField } from "./dom.js";
 import { HeatMap } from "./charts.js";
 import { Curves } from "./curves.js";
 
-const TRAIN = "train/entropy train/grad_norm train/kl_reference train/ppo_clip_fraction train/sft_loss";
-const PACE = "train/tokens_per_second train/wait_share train/step_seconds train/mfu";
-const SHOWN = {
-  reward: "data/reward_mean train/reward_std data/reward/* eval/* train/zero_variance_group_share",
-  policy: `${TRAIN} critic/explained_variance`,
-  "off-policy": "offpolicy/lag_mean offpolicy/k3 offpolicy/ess offpolicy/weight_mean offpolicy/rejected_tokens",
-  numerics: "offpolicy/fresh_logprob_diff_abs offpolicy/fresh_k3 offpolicy/pearson train/skipped_minibatches",
-  data: `train/response_length_mean train/truncated_share ${PACE}`,
-};
 const MOST_FOUND = 48; // tiles of a search
 const AT_ONCE = 60; // names in one request
-const SEARCH_MS = 200; // from the last key to the search
 const RUN_DASHES = { prob: [6, 3], ok: [2, 3], mute: [8, 3, 2, 3] };
 const SMOOTHING = { raw: 0, smooth: 0.8, smoother: 0.95 };
 
@@ -107,7 +97,7 @@ function lagMap(lags, go) {
   const add = (step, values, place) => {
     if (map.columns.at(-1)?.[1] >= step || !map.rows.length) return;
     const column = map.rows.map((row) => values[`offpolicy/lag_share/${row}`]?.[place] ?? 0);
-    map.set({ columns: [...map.columns, [step, step]], rows: map.rows, shares: [...map.shares, column] });
+    map.set({ columns: [...map.columns, [step, step]], shares: [...map.shares, column] });
   };
   return { host, add };
 }
@@ -119,20 +109,16 @@ class LearningView {
   smoothing = "raw";
   log = false;
 
-  constructor({ source, go, replace, query }, { metrics, lags, series }) {
-    Object.assign(this, { source, go, replace, metrics, series });
+  constructor({ source, go, replace, query }, { metrics, shown: first, lags, series }) {
+    Object.assign(this, { source, go, replace, metrics, first, series });
     this.compared = new Set((query.runs ?? "").split(",").filter(Boolean));
     const placeholder = "search any metric: words or a regular expression";
-    this.search = el("input", { type: "search", "aria-label": "search metrics", placeholder, value: query.q });
+    this.search = searchField("search metrics", placeholder, query.q, () => this.changed());
     this.lag = lagMap(lags, go);
     this.runs = el("span.chips");
     const smoothings = choice(Object.keys(SMOOTHING), "raw", (smoothing) => this.redraw({ smoothing }), "smoothing");
     const scales = choice(["linear", "log"], "linear", (name) => this.redraw({ log: name === "log" }), "scale");
     this.root.append(el("div.bar", this.search, smoothings, scales, this.runs), this.curves, this.lag.host);
-    this.search.addEventListener("input", () => {
-      clearTimeout(this.timer);
-      this.timer = setTimeout(() => this.changed(), SEARCH_MS);
-    });
   }
 
   redraw(changes) {
@@ -157,10 +143,9 @@ class LearningView {
   /** Names by heading: the groups of the first look, or what the search finds. */
   groups() {
     const text = this.search.value.trim();
-    const all = this.metrics.map((metric) => metric.name);
-    if (!text) return Object.entries(SHOWN).map(([group, names]) => [group, chooseNames(all, names.split(" "))]);
+    if (!text) return this.first;
     const hits = search(this.metrics, text);
-    return [[`${hits.length} of ${all.length} metrics`, hits.slice(0, MOST_FOUND)]];
+    return [[`${hits.length} of ${this.metrics.length} metrics`, hits.slice(0, MOST_FOUND)]];
   }
 
   /** Show the tiles of the groups, then ask for their points. */
@@ -168,7 +153,9 @@ class LearningView {
     const searched = this.search.value.trim();
     const byName = new Map(this.metrics.map((metric) => [metric.name, metric]));
     const groups = this.groups().filter(([, names]) => searched || names.length);
-    this.tiles = new Map(groups.flatMap(([, names]) => names).map((name) => [name, new Tile(byName.get(name), this)]));
+    const shown = groups.flatMap(([, names]) => names);
+    const loading = this.load(shown); // asked for first: the tiles are built meanwhile
+    this.tiles = new Map(shown.map((name) => [name, new Tile(byName.get(name), this)]));
     const tiles = (names) => names.map((name) => this.tiles.get(name).root);
     const section = ([group, names]) => el("section.group", el("h3", group), el("div.tiles", tiles(names)));
     const sections = groups.map(section);
@@ -176,7 +163,7 @@ class LearningView {
     if (!this.metrics.length) sections.splice(0, Infinity, empty("Curves come with the first trained step."));
     else if (!searched) sections.push(el("p", all));
     this.curves.replaceChildren(...sections);
-    return this.load([...this.tiles.keys()]);
+    return loading;
   }
 
   async load(names) {
@@ -207,13 +194,12 @@ class LearningView {
 
 export async function learningPage(context) {
   const { source, query } = context;
-  const names = Object.values(SHOWN).join(" ").replaceAll(" ", ",");
-  const [{ metrics }, lags, series] = await Promise.all([
+  const [{ metrics, shown }, lags, series] = await Promise.all([
     source.get("metrics"),
     source.get("lags").catch(() => null),
-    query.q ? null : source.get("series", { names }).catch(() => null),
+    query.q ? null : source.get("series", { first: 1 }).catch(() => null),
   ]);
-  const page = new LearningView(context, { metrics, lags, series });
+  const page = new LearningView(context, { metrics, shown, lags, series });
   // Switches of the other runs: the bus is asked for their names, which no curve waits for.
   const add = ({ runs }) => page.runs.append(...runs.filter((run) => !run.this).map((run) => page.runSwitch(run.name)));
   source.get("runs").then(add, () => null);

@@ -1,28 +1,12 @@
 // The first page: is it learning, is it healthy, what limits it.
 
-import { addPoint, clock, count, duration, inUnit, joinWords, link, num, percent } from "./format.js";
+import { addPoint, clock, count, duration, joinWords, link, num, percent } from "./format.js";
 import { el, empty, fact, panel, renew, table } from "./dom.js";
 import { shareBars } from "./charts.js";
 import { Curves } from "./curves.js";
 
-const MARK = { ok: "✓", warn: "△", bad: "✕" };
 const EVAL_HUES = ["ok", "prob", "version"];
 const MOST_PUSHES = 400;
-
-/** The value of a fact as text; a check that is neither true nor false is unknown. */
-export function factText({ value, unit }) {
-  if (value == null) return "—";
-  if (unit === "check") return value ? "✓ balance" : "✕ no balance";
-  return inUnit(value, unit);
-}
-
-function factTile(item) {
-  const { unit, status, metric, name, note } = item;
-  const words = item.value != null && ["steps", "tokens/s"].includes(unit) && el("small", ` ${unit}`);
-  const mark = MARK[status] && unit !== "check" && el(`b.${status}`, { title: status }, ` ${MARK[status]}`);
-  const title = metric ? el("a", { href: link("learning", "", { q: metric }) }, name) : name;
-  return fact(title, [factText(item), words, mark], note, status);
-}
 
 function limits({ limit = {}, waits = [], cost = {}, left_s }) {
   const hours = (value) => value != null && `${num(value)} GPU-hours`;
@@ -57,9 +41,8 @@ function attention(alarms) {
 }
 
 function evaluationLines(evaluations) {
-  const sets = [...new Set(evaluations.map((item) => item.set))];
-  return sets.map((set, place) => {
-    const items = evaluations.filter((item) => item.set === set).sort((a, b) => a.step - b.step);
+  return [...Map.groupBy(evaluations, (item) => item.set)].map(([set, scores], place) => {
+    const items = scores.sort((a, b) => a.step - b.step);
     const points = items.map((item) => [item.step, item.mean]);
     const bounded = items.filter((item) => item.low != null && item.high != null);
     const area = bounded.map((item) => [item.step, item.low, item.high]);
@@ -88,7 +71,7 @@ class OverviewView {
 
   draw() {
     const { data, chart } = this;
-    renew(this.facts, ...data.facts.map(factTile));
+    renew(this.facts, ...data.facts.map(fact));
     renew(this.limit, limits(data));
     renew(this.alarms, attention(data.alarms));
     chart.marks = data.pushes.map((push) => push.step);

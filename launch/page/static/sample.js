@@ -27,17 +27,23 @@ export function overlayValue(tokens, overlay, place) {
   return tokens[OVERLAYS[overlay].column]?.[place] ?? null;
 }
 
+/** Numbers of a token by name, as text. */
+function numbersOf(tokens, place) {
+  const { id, logprob, version, from } = tokens;
+  const recorded = Object.keys(RECORDED).filter((name) => tokens[name]?.length);
+  return {
+    place: String(from + place),
+    id: String(id[place]),
+    probability: num(logprob[place] == null ? null : Math.exp(logprob[place])),
+    "log-prob": num(logprob[place]),
+    version: version[place] == null ? "—" : `v${version[place]}`,
+    ...Object.fromEntries(recorded.map((name) => [RECORDED[name], num(tokens[name][place])])),
+  };
+}
+
 function title(tokens, place) {
-  const { logprob, version, mask } = tokens;
-  const recorded = Object.keys(RECORDED).filter((name) => tokens[name]?.[place] != null);
-  return joinWords(
-    `token ${tokens.from + place}`,
-    `id ${tokens.id[place]}`,
-    logprob[place] != null && `p ${num(Math.exp(logprob[place]))} · log-prob ${num(logprob[place])}`,
-    version[place] != null && `v${version[place]}`,
-    mask[place] === 0 && "masked",
-    ...recorded.map((name) => `${RECORDED[name]} ${num(tokens[name][place])}`),
-  );
+  const known = Object.entries(numbersOf(tokens, place)).filter(([, text]) => text !== "—");
+  return joinWords(...known.map((words) => words.join(" ")), tokens.mask[place] === 0 && "masked");
 }
 
 class Tokens {
@@ -196,20 +202,11 @@ async function ownRendering(sample) {
 }
 
 function tokenTable(tokens) {
-  const { id, text, logprob, version, from, total } = tokens;
-  const recorded = Object.keys(RECORDED).filter((name) => tokens[name]?.length);
-  const columns = {
-    place: (place) => String(from + place),
-    id: (place) => String(id[place]),
-    token: (place) => el("td.text", JSON.stringify(text[place])),
-    probability: (place) => num(logprob[place] == null ? null : Math.exp(logprob[place])),
-    "log-prob": (place) => num(logprob[place]),
-    version: (place) => (version[place] == null ? "—" : `v${version[place]}`),
-  };
-  for (const name of recorded) columns[RECORDED[name]] = (place) => num(tokens[name][place]);
-  const note = total > MOST_TOKEN_ROWS && `the first ${MOST_TOKEN_ROWS}`;
-  const lines = tableOf(columns, [...id.keys()].slice(0, MOST_TOKEN_ROWS), { caption: "Tokens" });
-  return panel("Token table", { note }, el("div.scroll", lines));
+  const places = [...tokens.id.keys()].slice(0, MOST_TOKEN_ROWS);
+  const columns = { token: (place) => el("td.text", JSON.stringify(tokens.text[place])) };
+  for (const name of Object.keys(numbersOf(tokens, 0))) columns[name] = (place) => numbersOf(tokens, place)[name];
+  const note = tokens.total > MOST_TOKEN_ROWS && `the first ${MOST_TOKEN_ROWS}`;
+  return panel("Token table", { note }, el("div.scroll", tableOf(columns, places, { caption: "Tokens" })));
 }
 
 function facts({ timings = {}, sampling = {}, parts = {}, label, actor, engine, attempt, metadata }) {

@@ -1,7 +1,7 @@
 // Samples, newest first: filter, histogram, list, preview, a group side by side, and prompts that teach nothing.
 
 import { clock, count, link, num, oneLine, samplesLink, versions } from "./format.js";
-import { button, el, empty, failure, panel, sampleLink, table, tableOf, taskLink, textBlock } from "./dom.js";
+import { button, el, empty, failure, panel, sampleLink, tableOf, taskLink, textBlock } from "./dom.js";
 import { histogram } from "./charts.js";
 import { filterWords } from "./source.js";
 
@@ -154,16 +154,13 @@ class SamplesView {
   }
 
   drawRows() {
-    const lines = this.rows.map((row, index) => ({
-      cells: Object.values(COLUMNS_OF_SAMPLE).map((cell) => cell(row)),
+    const row = ({ seq }, index) => ({
       onclick: () => this.choose(index),
-      ondblclick: () => this.go(link("sample", row.seq)),
-    }));
-    const nothing = this.filter
-      ? empty("No sample fits this filter.")
-      : empty("Samples stand here as actors publish them: ", "tidemill tail --follow");
-    const head = Object.keys(COLUMNS_OF_SAMPLE);
-    this.list.replaceChildren(lines.length ? table(head, lines, { caption: "Samples" }) : nothing);
+      ondblclick: () => this.go(link("sample", seq)),
+    });
+    if (this.rows.length) this.list.replaceChildren(tableOf(COLUMNS_OF_SAMPLE, this.rows, { caption: "Samples", row }));
+    else if (this.filter) this.list.replaceChildren(empty("No sample fits this filter."));
+    else this.list.replaceChildren(empty("Samples stand here as actors publish them: ", "tidemill tail --follow"));
   }
 
   choose(index, scroll = true) {

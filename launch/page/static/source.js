@@ -1,14 +1,7 @@
 // Where the numbers come from: the server, or the data of an exported file. Both have the same methods.
 
-import { chooseNames } from "./format.js";
-
-/** A server that refused or did not answer; `status` is 0 where there was no answer. */
-export class AnswerError extends Error {
-  constructor(status, sentence) {
-    super(sentence);
-    this.status = status;
-  }
-}
+/** A refusal; `status` is 0 where the server did not answer. */
+const refused = (status, sentence) => Object.assign(new Error(sentence), { status });
 
 function path(name, query = {}) {
   const items = Object.entries(query).filter(([, value]) => value != null && value !== "");
@@ -16,28 +9,25 @@ function path(name, query = {}) {
   return `/api/${name}${text ? `?${text}` : ""}`;
 }
 
+async function ask(address, options) {
+  const answer = await fetch(address, options).catch(() => null);
+  if (!answer) throw refused(0, "the dashboard's server does not answer");
+  const body = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw refused(answer.status, body.error ?? `answer ${answer.status} of the dashboard's server`);
+  return body;
+}
+
 /** Answers of the server and its events. */
 export class LiveSource {
   live = true;
 
-  async get(name, query) {
-    let answer;
-    try {
-      answer = await fetch(path(name, query), { cache: "no-store" });
-    } catch {
-      throw new AnswerError(0, "the dashboard's server does not answer");
-    }
-    const body = await answer.json().catch(() => ({ error: `answer ${answer.status} of the dashboard's server` }));
-    if (!answer.ok) throw new AnswerError(answer.status, body.error ?? `answer ${answer.status}`);
-    return body;
+  get(name, query) {
+    return ask(path(name, query), { cache: "no-store" });
   }
 
-  async post(name, body) {
+  post(name, body) {
     const headers = { "Content-Type": "application/json" };
-    const answer = await fetch(`/do/${name}`, { method: "POST", headers, body: JSON.stringify(body) });
-    const words = await answer.json().catch(() => ({}));
-    if (!answer.ok) throw new AnswerError(answer.status, words.error ?? `answer ${answer.status}`);
-    return words;
+    return ask(`/do/${name}`, { method: "POST", headers, body: JSON.stringify(body) });
   }
 
   /** Call `apply(event)` for each event, `opened()` when the stream (re)opens, `lost()` when it breaks. */
@@ -59,20 +49,20 @@ export class EmbeddedSource {
   }
 
   async get(name, query = {}) {
-    const exact = this.answers[path(name, query)];
-    if (exact) return exact;
-    const ways = { series: this.series, samples: this.samples, histogram: this.histogram, group: this.group };
-    const answer = ways[name]?.call(this, query);
+    const answer = this.answers[path(name, query)] ?? this.searched[name]?.call(this, query);
     if (answer) return answer;
-    throw new AnswerError(404, "not in this file: open the run with tidemill dashboard to see it");
+    throw refused(404, "not in this file: open the run with tidemill dashboard to see it");
   }
 
-  series({ names, run }) {
+  histogram = () => this.answers["/api/histogram"];
+  searched = { series: this.series, samples: this.samples, histogram: this.histogram, group: this.group };
+
+  series({ names, first, run }) {
     const all = run ? null : this.answers["/api/series"];
     if (!all) return null;
-    const there = Object.keys(all.series);
-    const wanted = names ? chooseNames(there, names.split(",")) : there;
-    return { ...all, series: Object.fromEntries(wanted.map((item) => [item, all.series[item]])) };
+    const shown = first && this.answers["/api/metrics"].shown.flatMap(([, chosen]) => chosen);
+    const wanted = shown || names?.split(",") || Object.keys(all.series);
+    return { ...all, series: Object.fromEntries(wanted.map((name) => [name, all.series[name]])) };
   }
 
   samples({ filter = "", before, n = 100 }) {
@@ -82,10 +72,6 @@ export class EmbeddedSource {
     const rows = all.rows.filter((row) => fits(row) && (!before || row.seq < Number(before)));
     const page = rows.slice(0, n);
     return { ...all, rows: page, next: rows.length > n ? page.at(-1).seq : null, searched: all.rows.length };
-  }
-
-  histogram() {
-    return this.answers["/api/histogram"] ?? null;
   }
 
   group({ task }) {
@@ -104,7 +90,7 @@ function within(text, value) {
   if (between) return value >= Number(between[1] ?? -Infinity) && value <= Number(between[2] ?? Infinity);
   const [, sign = "=", number] = RANGE.exec(text) ?? [];
   if (number === undefined)
-    throw new AnswerError(400, `filter: want a number, <, <=, >, >= and a number, or LOW..HIGH, got ${text}`);
+    throw refused(400, `filter: want a number, <, <=, >, >= and a number, or LOW..HIGH, got ${text}`);
   const other = Number(number);
   if (sign.startsWith("<")) return value < other || (sign === "<=" && value === other);
   if (sign.startsWith(">")) return value > other || (sign === ">=" && value === other);
@@ -129,7 +115,7 @@ export function matcher(text) {
     if (name === "text") return `${row.prompt}\n${row.response}`.toLowerCase().includes(value.toLowerCase());
     if (name === "fate") return (row.fate ?? "unknown").includes(value);
     if (["kind", "actor", "engine"].includes(name)) return row[name] === value;
-    throw new AnswerError(400, `filter: an exported file knows no word ${name}`);
+    throw refused(400, `filter: an exported file knows no word ${name}`);
   };
   return (row) => words.every(([name, value]) => test(row, name, value));
 }

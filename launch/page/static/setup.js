@@ -1,0 +1,88 @@
+// How the run was set up: its settings, the changed ones first, and the newest lines of its logs.
+
+import { bytes, count, link, visible } from "./format.js";
+import { button, choice, el, failure, panel, searchField, tableOf } from "./dom.js";
+
+const LOG_EVERY_MS = 2_000;
+const SETTING = {
+  setting: ({ path, meaning, changed }) => el(changed ? "b" : "span", { title: meaning }, path),
+  value: ({ value }) => el("td.text", { dir: "auto" }, value),
+  default: ({ default: usual, changed }) => el("td.text.mute", changed ? (usual ?? "none") : "the same"),
+  meaning: ({ meaning }) => el("td.meaning", meaning),
+};
+
+/** Settings that have all words in their path, value or meaning; without words those that differ from their default. */
+export function findSettings(settings, text) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  const fits = ({ path, value, meaning }) =>
+    words.every((word) => `${path} ${value} ${meaning}`.toLowerCase().includes(word));
+  return words.length ? settings.filter(fits) : settings.filter(({ changed }) => changed);
+}
+
+class SetupView {
+  root = el("div.page");
+  found = el("div.scroll.settings");
+  names = el("div.bar");
+  text = el("pre.log", { dir: "ltr", tabindex: 0, "aria-label": "newest lines of the log" });
+  note = el("p.mute");
+  places = el("div");
+  asked = performance.now();
+
+  constructor({ source, replace, query }, { settings }) {
+    Object.assign(this, { source, replace, settings, log: query.log ?? "" });
+    this.search = searchField("search settings", "search any setting: words", query.q, () => this.changed());
+    const all = button(`all ${settings.length} settings`, () => ((this.search.value = "."), this.changed()));
+    const note = "changed ones are bold; secrets are never shown";
+    const logs = panel("Logs", { note: "newest lines" }, this.names, this.text, this.note, this.places);
+    this.root.append(panel("Settings", { note }, el("div.bar", this.search, all), this.found), logs);
+    this.draw();
+  }
+
+  changed() {
+    this.replace(link("setup", "", { q: this.search.value, log: this.log }));
+    this.draw();
+  }
+
+  draw() {
+    const lines = findSettings(this.settings, this.search.value);
+    this.found.replaceChildren(tableOf(SETTING, lines, { caption: "Settings" }));
+  }
+
+  async load() {
+    this.asked = performance.now();
+    const answer = await this.source.get("logs", { name: this.log }).catch((problem) => ({ problem }));
+    if (answer.problem) return this.places.replaceChildren(failure(answer.problem));
+    const { logs, name, lines, before_bytes: before, elsewhere } = answer;
+    const pick = (chosen) => ((this.log = chosen), this.changed(), this.load());
+    if (this.listed !== logs.join()) this.names.replaceChildren(choice(logs, name, pick, "log"));
+    this.listed = logs.join();
+    const { scrollTop, clientHeight, scrollHeight } = this.text;
+    this.text.hidden = !lines;
+    this.text.textContent = visible(lines?.join("\n") ?? "");
+    if (scrollTop + clientHeight >= scrollHeight - 4) this.text.scrollTop = this.text.scrollHeight;
+    const words = lines && `${bytes(before)} before these ${count(lines.length)} lines`;
+    this.note.textContent = words ?? `no log ${name && `of ${name} `}is on this machine`;
+    return this.places.replaceChildren(...otherLogs(elsewhere));
+  }
+
+  update() {
+    return performance.now() - this.asked > LOG_EVERY_MS ? this.load() : null;
+  }
+}
+
+/** Processes whose logs this page cannot read, and where they are. */
+function otherLogs(processes) {
+  const columns = {
+    process: ({ process }) => process,
+    host: ({ host }) => host,
+    "its log": ({ path }) => path || "in the output of the process that started it",
+  };
+  return processes.length ? [el("h3", "Other logs"), el("div.scroll", tableOf(columns, processes))] : [];
+}
+
+export async function setupPage(context) {
+  const [config] = await Promise.all([context.source.get("config"), context.known]);
+  const page = new SetupView(context, config);
+  await page.load();
+  return page;
+}
