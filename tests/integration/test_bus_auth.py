@@ -273,6 +273,18 @@ async def test_a_shadow_reads_the_run_and_writes_a_run_of_its_own(
             assert curves is not None and curves.names == ["loss"]
 
 
+async def test_a_shadow_without_changes_of_its_own_rows_reports_no_error(
+    as_user: As, guarded: EmbeddedBus, auth_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No user subscribes to subjects that it writes; whoever waits for a change of a row reads the row, too."""
+    caplog.set_level(logging.INFO)
+    line = line_of(guarded.url, auth_dir, "shadow-x")
+    async with as_user("learner"), connect(line, f"{RUN}-x", CONFIG, name="shadow-x") as own:
+        async with own.rows("run").on_change("config", lambda: None):
+            await until(lambda: "may not subscribe here" in caplog.text)
+    assert {record.levelno for record in caplog.records if "may not" in record.message} == {logging.INFO}
+
+
 async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
     tries: list[str] = []
     async with as_user("learner"), as_user("actor-0") as bus:
