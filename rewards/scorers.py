@@ -19,7 +19,7 @@ from tidemill.rewards.group import GROUP, GroupRequest, Reward
 from tidemill.rewards.group import TABLE as TABLE_OF_GROUPS
 from tidemill.rewards.part_settings import SCORE, RewardPart
 from tidemill.rewards.port import RewardRequest, Scorer
-from tidemill.rewards.processes.pool import FunctionProcesses
+from tidemill.rewards.processes.function_processes import FunctionProcesses
 from tidemill.rewards.registry import IN_THREAD, REWARD, TABLE, bind, checked, is_unbounded, load
 
 

@@ -10,9 +10,9 @@ from tidemill.learner.checkpoints.remote_files import CheckpointFiles
 from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.trainer.backend import AnyBackend
 from tidemill.learner.trainer.backups import OtherModels, Reference, WeightBackup, open_reference
 from tidemill.learner.trainer.critic import Critic, open_critic
+from tidemill.learner.trainer.port import AnyBackend
 from tidemill.learner.trainer.trainer import Trainer
 
 

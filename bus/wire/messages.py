@@ -322,7 +322,7 @@ class Plan:
     """Number of optimizer steps that the plan is trained in."""
     config_digest: str
     chain: str
-    """SHA-256 over the previous plan's chain and this plan's columns (see ``tidemill.learner.buffer.plans``)."""
+    """SHA-256 over the previous plan's chain and this plan's columns (see ``tidemill.learner.buffer.step_plan``)."""
     rows: NDArray[np.int32] | None = None
     """Sequences of each sample, [N]; None = every sample has one."""
     masked: NDArray[np.int64] | None = None

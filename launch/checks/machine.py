@@ -28,7 +28,7 @@ from tidemill.launch.checks.servers import check_servers
 from tidemill.launch.devices.memory_table import dtype_on, kv_budget, training_bytes
 from tidemill.launch.devices.rank_memory import ITEM_BYTES
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
-from tidemill.learner.buffer.plans import plan_bytes
+from tidemill.learner.buffer.step_plan import plan_bytes
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package
 from tidemill.learner.errors import StoreFailed
 from tidemill.learner.settings.config import MOST_PENDING, OF_THIS_MACHINE, protocol_of

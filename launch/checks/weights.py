@@ -16,7 +16,8 @@ from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.checkpoints.torch_dist import SETTING, TRACKER
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.backends import FSDP, MEGATRON
-from tidemill.learner.settings.optimizer import OF_EXPERTS, TARGETS, adapter_refusals, unmatched
+from tidemill.learner.settings.lora import OF_EXPERTS, TARGETS, adapter_refusals
+from tidemill.learner.settings.optimizer import unmatched
 
 _DIRECT = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",

@@ -14,7 +14,8 @@ from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.devices.shapes import Shapes, is_whole, stages_of
 from tidemill.learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE
 from tidemill.learner.settings.config import RECOMPUTE, LearnerConfig
-from tidemill.learner.settings.optimizer import MUON, LoraConfig
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import MUON
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8

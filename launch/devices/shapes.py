@@ -12,7 +12,8 @@ from tidemill.bus.errors import DetailedError
 from tidemill.learner.layout.sizes import stage_layers
 from tidemill.learner.settings.backends import FSDP, MEGATRON
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.optimizer import LoraConfig, frozen_names
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import frozen_names
 
 HANDLES, BROADCAST, CUDA, NCCL, GLOO, AUTO, SGLANG = "handles", "broadcast", "cuda", "nccl", "gloo", "auto", "sglang"
 

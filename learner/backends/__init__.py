@@ -1,1 +1,1 @@
-"""The models that train: one package each, behind the port in ``learner/trainer/backend.py``."""
+"""The models that train: one package each, behind the port in ``learner/trainer/port.py``."""

@@ -12,7 +12,7 @@ from tidemill.learner.settings.backends import FSDP, MEGATRON, megatron_settings
 
 if TYPE_CHECKING:
     from tidemill.learner.settings.config import LearnerConfig
-    from tidemill.learner.trainer.backend import AnyBackend
+    from tidemill.learner.trainer.port import AnyBackend
 
 log = logging.getLogger(__name__)
 

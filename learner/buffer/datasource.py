@@ -16,14 +16,14 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Settle, Task
 from tidemill.bus.wire.subjects import Position
-from tidemill.learner.buffer import ledger, plans
-from tidemill.learner.buffer.admission import Admission, Requeues, TaskDemand
+from tidemill.learner.buffer import ledger, step_plan
 from tidemill.learner.buffer.arrivals import Arrival, Arrivals
 from tidemill.learner.buffer.groups import SampleGroup, Verdict
 from tidemill.learner.buffer.ledger import ROWS, SCHEMA, SampleAccounting, SettledIds, SettledSamples, read_state
-from tidemill.learner.buffer.plans import GENESIS, Waits, chain_of, is_filtered
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.buffer.sample_index import SampleIndex
+from tidemill.learner.buffer.step_plan import GENESIS, Waits, chain_of, is_filtered
+from tidemill.learner.buffer.task_admission import Admission, Requeues, TaskDemand
 from tidemill.learner.errors import ReplayMismatch
 
 REISSUED = frozenset({"stale", "lost"})
@@ -202,8 +202,8 @@ class DataSource:
             return self._requeues.next(epoch=self.epoch, step=self.step + 1)
         # The least reason by name, because any fixed order will do; later calls return the others.
         reason, groups = min(by_reason.items())
-        return plans.make_settle(
-            plans.settled_at_once(groups, self.max_record_bytes), reason, epoch=self.epoch, step=self.step + 1
+        return step_plan.make_settle(
+            step_plan.settled_at_once(groups, self.max_record_bytes), reason, epoch=self.epoch, step=self.step + 1
         )
 
     def plan(self, now: float) -> Plan | Settle | Requeue | Waits:
@@ -217,19 +217,19 @@ class DataSource:
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
             missing = max(0, num_wanted - sum(group.is_judged(self.rules) for group in groups))
             waited_s = now - self._waiting_since
-            return plans.wait_for_groups(
+            return step_plan.wait_for_groups(
                 groups, self.rules, missing, step=step, now=now, waited_s=waited_s, head=self.head
             )
-        chosen = plans.order_groups(ready, self._steps, self.rules, step)[: self.rules.groups_per_step]
+        chosen = step_plan.order_groups(ready, self._steps, self.rules, step)[: self.rules.groups_per_step]
         in_flight = (group for group in groups if not group.is_ready(self.rules))
-        if old_groups := plans.urgent_groups(in_flight, chosen, self._steps, self.rules, step):
+        if old_groups := step_plan.urgent_groups(in_flight, chosen, self._steps, self.rules, step):
             self._delayed_since = now if self._delayed_since is None else self._delayed_since
             left_s = self._delayed_since + self.rules.staleness.order_deadline_s - now
             if left_s > 0:
-                return plans.wait_for_old_groups(old_groups, step=step, now=now, left_s=left_s)
-        fitting = plans.fit_groups(chosen, self.max_record_bytes)
+                return step_plan.wait_for_old_groups(old_groups, step=step, now=now, left_s=left_s)
+        fitting = step_plan.fit_groups(chosen, self.max_record_bytes)
         self.left_out = len(chosen) - len(fitting)
-        return plans.make_plan(fitting, self._steps, self.rules, epoch=self.epoch, step=step, chain=self.chain)
+        return step_plan.make_plan(fitting, self._steps, self.rules, epoch=self.epoch, step=step, chain=self.chain)
 
     def _wanted_groups(self) -> int:
         """Return the number of complete groups with which the next step is planned."""
@@ -242,7 +242,7 @@ class DataSource:
         return min(open_groups, self.rules.groups_per_step)
 
     def _drop_reason(self, group: SampleGroup) -> str:
-        return plans.drop_reason(group, self._steps, self.rules, self.step + 1)
+        return step_plan.drop_reason(group, self._steps, self.rules, self.step + 1)
 
     # ---- settle
 

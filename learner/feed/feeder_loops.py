@@ -27,8 +27,8 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan, Requeue, Settle
 from tidemill.bus.wire.subjects import EPOCH_KEY
 from tidemill.learner.buffer.ledger import ROWS
-from tidemill.learner.buffer.plans import Waits
 from tidemill.learner.buffer.sample_index import SampleIndex
+from tidemill.learner.buffer.step_plan import Waits
 from tidemill.learner.debug.rollout_file import save_step
 from tidemill.learner.evaluation.evaluations import BestCheckpoint, Evaluations
 from tidemill.learner.feed.data_metrics import episode_metrics, facts_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tidemill.bus.liveness import HeartbeatPublisher
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.failures import UNTRAINED_SHARE, Senders
-from tidemill.learner.buffer.plans import is_filtered
+from tidemill.learner.buffer.step_plan import is_filtered
 from tidemill.learner.errors import NoProgress
 from tidemill.learner.evaluation.evaluations import Evaluations
 from tidemill.learner.feed.copies import Copies

@@ -21,7 +21,7 @@ from tidemill.bus.system.limits import ProcessLimits
 from tidemill.bus.wire.messages import Sample, Task
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import Verdict
-from tidemill.learner.buffer.plans import FILTERED
+from tidemill.learner.buffer.step_plan import FILTERED
 from tidemill.learner.data import BUILT_IN, FilterConfig
 from tidemill.learner.filters import (
     FILTER,
@@ -35,7 +35,7 @@ from tidemill.learner.filters import (
     group_of,
 )
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.processes.pool import FunctionProcesses
+from tidemill.rewards.processes.function_processes import FunctionProcesses
 from tidemill.rewards.registry import bind
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.messages import Kind, Task
-from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.arrivals import EARLY_IDS, EARLY_SAMPLES
+from tidemill.learner.buffer.task_admission import TaskDemand
 from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.feed.feeder_settings import FeederSettings

@@ -24,8 +24,8 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.wire.messages import Plan, Sample
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.buffer.plans import GENESIS
 from tidemill.learner.buffer.sample_index import index_of
+from tidemill.learner.buffer.step_plan import GENESIS
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.debug.rollout_file import DumpedRollout, Packing, load_rollout, planned_again
 from tidemill.learner.errors import FeedError, SamplesGone

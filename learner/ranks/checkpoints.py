@@ -35,9 +35,9 @@ from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.settings.config import SHARED, CheckpointConfig
-from tidemill.learner.trainer.backend import AnyBackend, Policy
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels
 from tidemill.learner.trainer.optimizer import Optimizer
+from tidemill.learner.trainer.port import AnyBackend, Policy
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, LearnerErr
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.trainer import exports
-from tidemill.learner.trainer.backend import AnyBackend, Policy, named_dtype
 from tidemill.learner.trainer.exports import ADAPTER, write_adapter
+from tidemill.learner.trainer.port import AnyBackend, Policy, named_dtype
 from tidemill.weightstore.format.manifest import Manifest
 
 _ERRORS: tuple[type[BaseException], ...] = (

@@ -36,7 +36,7 @@ from tidemill.learner.debug.train_file import write_modules
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import StepFlops
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.trainer.backend import AnyBackend, Policy
+from tidemill.learner.trainer.port import AnyBackend, Policy
 
 log = logging.getLogger(__name__)
 

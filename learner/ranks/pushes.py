@@ -25,8 +25,8 @@ from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import FeedStart
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.ranks.weight_parts import WeightParts
-from tidemill.learner.trainer.backend import Policy
 from tidemill.learner.trainer.memory import Memory
+from tidemill.learner.trainer.port import Policy
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PushFailed
 from tidemill.weightstore.push.publisher import Publisher

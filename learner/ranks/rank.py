@@ -40,9 +40,9 @@ from tidemill.learner.ranks.saved_models import SavedModels
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.settings.step_settings import StepSettings
-from tidemill.learner.trainer.backend import AnyBackend, Policy
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup, open_reference
 from tidemill.learner.trainer.critic import open_critic
+from tidemill.learner.trainer.port import AnyBackend, Policy
 from tidemill.learner.trainer.trainer import Trainer
 from tidemill.weightstore.push.publisher import Publisher
 

@@ -21,8 +21,8 @@ from tidemill.learner.checkpoints import disk
 from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.learner.trainer import exports
-from tidemill.learner.trainer.backend import Policy
 from tidemill.learner.trainer.exports import ADAPTER, write_adapter
+from tidemill.learner.trainer.port import Policy
 from tidemill.weightstore.format.manifest import Manifest
 
 log = logging.getLogger(__name__)

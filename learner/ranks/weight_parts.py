@@ -22,7 +22,7 @@ from torch import Tensor
 from tidemill.bus.client.addresses import Reach, reach, route_to
 from tidemill.learner.errors import AlarmStop, FeederFailed, FeederLost
 from tidemill.learner.feed.feeder_settings import RankPlaces
-from tidemill.learner.trainer.backend import Policy
+from tidemill.learner.trainer.port import Policy
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.adapters import AdapterSettings
 from tidemill.weightstore.format.manifest import Manifest

@@ -23,7 +23,8 @@ from tidemill.learner.algorithms.choices import CREDITS
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.settings.backends import BACKENDS
 from tidemill.learner.settings.contradictions import refuse_contradictions
-from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 
 LOCAL, SHARED = "local", "shared"
 OF_THIS_MACHINE = ("file", "local")

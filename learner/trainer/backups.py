@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.sections import KLConfig
-from tidemill.learner.trainer.backend import Weights
 from tidemill.learner.trainer.critic import Critic
+from tidemill.learner.trainer.port import Weights
 
 
 def reference_weights(policy: Weights, reference_dir: Path, *, dtype: torch.dtype | None = None) -> "WeightBackup":

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.checkpoints.disk import written_by
 from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
-from tidemill.learner.settings.optimizer import LoraConfig
-from tidemill.learner.trainer.backend import Weights
+from tidemill.learner.settings.lora import LoraConfig
 from tidemill.learner.trainer.backups import OtherModels
 from tidemill.learner.trainer.optimizer import Optimizer
+from tidemill.learner.trainer.port import Weights
 
 FORMAT = 1  # version of the content of a checkpoint
 COMMON = "common.pt"

@@ -21,8 +21,8 @@ from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import Collector, Fields, of_critic
 from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensors_of_last_stage
 from tidemill.learner.settings.config import CriticConfig, LearnerConfig
-from tidemill.learner.trainer.backend import AnyBackend, Policy
 from tidemill.learner.trainer.optimizer import Optimizer
+from tidemill.learner.trainer.port import AnyBackend, Policy
 from tidemill.learner.trainer.rows import Row
 
 Summed = Callable[[Tensor], Tensor]  # sum of a tensor over the data-parallel ranks

@@ -21,7 +21,7 @@ from torch import Tensor
 from tidemill.learner.checkpoints.decoding import DECODERS, FP8_SCALE
 from tidemill.learner.layout.model_files import StoredTensor, beside_text_in
 from tidemill.learner.layout.parallel import from_first
-from tidemill.learner.settings.optimizer import LoraConfig
+from tidemill.learner.settings.lora import LoraConfig
 from tidemill.weightstore.format.adapters import CONFIG, WEIGHTS
 from tidemill.weightstore.format.manifest import Manifest, TensorSpec
 from tidemill.weightstore.store import snapshot_files

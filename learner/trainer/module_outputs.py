@@ -20,7 +20,7 @@ from torch import Tensor
 from tidemill.learner.kernels.logprobs import log_probs_and_entropy
 from tidemill.learner.kernels.packed_rows import packed_row
 from tidemill.learner.layout.parallel import Parallel, gather_parts, own_part
-from tidemill.learner.trainer.backend import ModelInput, Policy
+from tidemill.learner.trainer.port import ModelInput, Policy
 
 Take = Callable[[Any, Any, Any], None]
 LOG_PROBS = "log_probs"

@@ -27,7 +27,7 @@ from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector
 from tidemill.learner.kernels.logprobs import listed_log_probs, log_probs_and_entropy, logits_at, most_probable
 from tidemill.learner.layout.parallel import gather_parts, of_last_stage, tensors_of_last_stage
 from tidemill.learner.trainer.adaptive import Adaptive
-from tidemill.learner.trainer.backend import Policy
+from tidemill.learner.trainer.port import Policy
 from tidemill.learner.trainer.rows import Row
 from tidemill.learner.trainer.step_metrics import ValueRecord
 

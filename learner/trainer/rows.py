@@ -17,10 +17,10 @@ from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.tokens import RewardParts, Tokens, TurnColumns
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
-from tidemill.learner.batch.repacking import Tree, tree_of
+from tidemill.learner.batch.shared_prompts import Tree, tree_of
 from tidemill.learner.kernels.packed_rows import packed_row
 from tidemill.learner.layout.parallel import Parallel, own_part
-from tidemill.learner.trainer.backend import ModelInput, Routing
+from tidemill.learner.trainer.port import ModelInput, Routing
 
 
 class Fan(NamedTuple):

@@ -23,7 +23,7 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.correction import rate_factor
 from tidemill.learner.algorithms.objective import Objective
 from tidemill.learner.batch.batch import StepBatch, without_truncated
-from tidemill.learner.batch.repacking import any_common, packings, repacked
+from tidemill.learner.batch.shared_prompts import any_common, packings, repacked
 from tidemill.learner.debug.collector import Collector, Routed
 from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.errors import ConfigRefused
@@ -32,11 +32,11 @@ from tidemill.learner.settings.step_settings import StepSettings
 from tidemill.learner.trainer import step_metrics
 from tidemill.learner.trainer.adaptive import Adaptive
 from tidemill.learner.trainer.advantages import Advantages
-from tidemill.learner.trainer.backend import Policy
 from tidemill.learner.trainer.backups import NO_OTHER_MODELS, OtherModels, OtherWeights
 from tidemill.learner.trainer.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
 from tidemill.learner.trainer.optimizer import Optimizer
 from tidemill.learner.trainer.passes import Passes, RowLoss, Scores, Terms
+from tidemill.learner.trainer.port import Policy
 from tidemill.learner.trainer.rows import Row, Step, rows_of, step_of
 from tidemill.learner.trainer.step_metrics import Update, ValueRecord, finalize
 

@@ -214,7 +214,7 @@ def trainer_parts(
         model = build_fsdp_policy(directory, dtype=dtype, parallel=_parallel)
         return model, FsdpOptimizer(model, OptimizerConfig(lr=1e-4), steps=1000)
     if lora:
-        from tidemill.learner.settings.optimizer import LoraConfig, Tuning
+        from tidemill.learner.settings.lora import LoraConfig, Tuning
 
         tuning = {"tuning": Tuning(lora=LoraConfig(rank=lora, alpha=2.0 * lora))}
     else:
@@ -328,7 +328,7 @@ def against(other: Path, name: str, *, rounds: int = ROUNDS) -> dict[str, float]
 
 def prompts(name: str, *, rounds: int) -> dict[str, float]:
     """Return the median processor time of a step with whole sequences, in seconds, and those of the others to it."""
-    from tidemill.learner.batch.repacking import packings, repacked
+    from tidemill.learner.batch.shared_prompts import packings, repacked
     from tidemill.learner.trainer.trainer import Trainer
 
     class Whole(Trainer):

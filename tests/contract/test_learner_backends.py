@@ -1,4 +1,4 @@
-"""The contract of a backend that trains (``learner/trainer/backend.py``), on one rank, for every backend.
+"""The contract of a backend that trains (``learner/trainer/port.py``), on one rank, for every backend.
 
 Its other half is in ``tests/integration``: ranks, layouts and restarts, where both are compared with each other.
 """

@@ -21,7 +21,7 @@ from tidemill.learner.backends.megatron.model import MegatronPolicy, build_polic
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.buffer.plans import GENESIS
+from tidemill.learner.buffer.step_plan import GENESIS
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.debug.config import ProfileRequest
 from tidemill.learner.debug.rollout_file import Packing, load_rollout, planned_again

@@ -26,7 +26,7 @@ from tidemill.learner.backends.fsdp.model import FsdpModel, open_model
 from tidemill.learner.backends.fsdp.policy import Replay
 from tidemill.learner.backends.fsdp.self_test import row_of
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.optimizer import OF_EXPERTS, LoraConfig, Tuning
+from tidemill.learner.settings.lora import OF_EXPERTS, LoraConfig, Tuning
 
 TRANSPOSED = ("gpt_oss",)
 """Families with experts whose weights are [E, in, out]."""

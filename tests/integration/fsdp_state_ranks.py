@@ -24,7 +24,7 @@ from tidemill.learner.algorithms.sections import KLConfig
 from tidemill.learner.backends.fsdp.backend import FsdpBackend
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import ROLLOUT, CriticConfig, LearnerConfig, OptimizerConfig
-from tidemill.learner.settings.optimizer import LoraConfig
+from tidemill.learner.settings.lora import LoraConfig
 
 VOCAB = 300
 STEPS = (3, 4, 5)

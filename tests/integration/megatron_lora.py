@@ -20,7 +20,8 @@ from tidemill.learner.backends.megatron.model import MegatronPolicy, build_polic
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig, Tuning
+from tidemill.learner.settings.lora import LoraConfig, Tuning
+from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup, initial_weights
 from tidemill.learner.trainer.trainer import Trainer
 

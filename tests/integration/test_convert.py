@@ -45,7 +45,8 @@ from tidemill.learner.backends.megatron.weights import OTHER_NAMES
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 
 
 @pytest.fixture(autouse=True)

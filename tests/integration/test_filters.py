@@ -16,7 +16,7 @@ from tests.integration.test_feeder import check_history, finish, open_world  # n
 from tests.waits import LIMIT_S
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Settle
-from tidemill.learner.buffer.plans import is_filtered
+from tidemill.learner.buffer.step_plan import is_filtered
 from tidemill.learner.data import DataConfig, Filters
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 

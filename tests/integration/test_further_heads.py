@@ -32,8 +32,8 @@ from tidemill.learner.backends.fsdp.self_test import row_of
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig, OptimizerConfig
-from tidemill.learner.trainer.backend import ModelInput
 from tidemill.learner.trainer.exports import write_model
+from tidemill.learner.trainer.port import ModelInput
 from tidemill.weightstore.format.manifest import Manifest
 
 TRAINED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_5_moe", "qwen3_next")

@@ -15,7 +15,7 @@ from tests.integration.test_megatron_lora import with_adapter
 from tests.integration.test_megatron_rank import SHARES, OpenLearner, open_learner  # noqa: F401
 from tests.integration.test_weightstore_publisher import state
 from tests.receiver_app import digest
-from tidemill.learner.settings.optimizer import LoraConfig
+from tidemill.learner.settings.lora import LoraConfig
 from tidemill.weightstore.store.registry import VersionRegistry
 
 LORA = LoraConfig(rank=2, alpha=4, targets=("q_proj", "v_proj", "down_proj"))

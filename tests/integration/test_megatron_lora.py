@@ -50,7 +50,7 @@ from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.model_files import tensors_in
-from tidemill.learner.settings.optimizer import TARGETS, LoraConfig, Tuning, adapter_refusals
+from tidemill.learner.settings.lora import TARGETS, LoraConfig, Tuning, adapter_refusals
 from tidemill.learner.trainer.backups import OtherWeights, initial_weights, reference_weights
 from tidemill.learner.trainer.exports import write_adapter
 from tidemill.learner.trainer.trainer import Trainer

@@ -23,7 +23,8 @@ from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.checkpoints.staged_files import write_staged
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout import parallel
-from tidemill.learner.settings.optimizer import OptimizerConfig, Tuning
+from tidemill.learner.settings.lora import Tuning
+from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.learner.trainer.trainer import Trainer
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.1)

@@ -37,7 +37,7 @@ from tidemill.learner.checkpoints.staged_files import HostCopies
 from tidemill.learner.kernels.packed_rows import packed_row
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import RECOMPUTE, OptimizerConfig
-from tidemill.learner.settings.optimizer import TARGETS, LoraConfig, Tuning
+from tidemill.learner.settings.lora import TARGETS, LoraConfig, Tuning
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup, initial_weights
 
 SIZES = {

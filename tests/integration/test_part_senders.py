@@ -18,7 +18,7 @@ from tests.integration.test_weightstore_publisher import state
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
 from tests.waits import until
-from tidemill.learner.settings.optimizer import LoraConfig
+from tidemill.learner.settings.lora import LoraConfig
 from tidemill.weightstore.store.registry import VersionRegistry
 
 PART = re.compile(r"part of the weights rank=\d+ tensors=(\d+)")

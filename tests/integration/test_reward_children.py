@@ -21,8 +21,8 @@ from tidemill.bus.system.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest, Scorer
-from tidemill.rewards.processes import pool
-from tidemill.rewards.processes.pool import KeeperProcess
+from tidemill.rewards.processes import function_processes
+from tidemill.rewards.processes.function_processes import KeeperProcess
 from tidemill.rewards.registry import REWARD
 from tidemill.rewards.scorers import opened
 
@@ -257,7 +257,7 @@ async def test_calls_of_an_async_reward_share_a_process_and_one_that_blocks_it_i
     async with scoring("counted", ProcessLimits(timeout_s=60.0, workers=3)) as score:
         assert [await score(request("")) for _ in range(3)] == [1.0, 2.0, 3.0]
         with monkeypatch.context() as patch:
-            patch.setattr(pool, "CANCEL_S", 60.0)  # a busy machine is late with the confirmation, too
+            patch.setattr(function_processes, "CANCEL_S", 60.0)  # a busy machine is late with the confirmation, too
             waiting, behind = asyncio.ensure_future(score(request("wait"))), asyncio.ensure_future(score(request("")))
             assert await behind == 5.0, "the call that waits has begun"
             waiting.cancel()

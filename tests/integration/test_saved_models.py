@@ -19,7 +19,7 @@ from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.layout import parallel
 from tidemill.learner.ranks.saved_models import SavedModels, prune
 from tidemill.learner.ranks.weight_parts import WeightParts
-from tidemill.learner.settings.optimizer import LoraConfig, Tuning
+from tidemill.learner.settings.lora import LoraConfig, Tuning
 from tidemill.weightstore.config import WeightsConfig
 
 

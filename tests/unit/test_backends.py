@@ -21,7 +21,8 @@ from tidemill.learner.backends.choice import choose_backend
 from tidemill.learner.layout.sizes import FAMILIES, StepFlops
 from tidemill.learner.settings.backends import OF_MEGATRON, megatron_settings
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 
 IN_USE: dict[str, Any] = {
     "tensor_parallel": 2,

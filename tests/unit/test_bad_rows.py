@@ -25,7 +25,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
 from tidemill.launch.settings.config_loader import SettingsError, load
-from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.buffer.task_admission import TaskDemand
 from tidemill.learner.data import DataConfig, Source
 from tidemill.learner.errors import ConfigRefused, PromptError
 from tidemill.learner.evaluation.evaluations import EvalPrompts

@@ -16,7 +16,7 @@ from tests.unit.test_datasource import Pond
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Plan, Settle, Status
 from tidemill.learner.buffer.groups import Verdict
-from tidemill.learner.buffer.plans import Waits
+from tidemill.learner.buffer.step_plan import Waits
 from tidemill.learner.data import Filters
 from tidemill.learner.feed.filtering import Filtering, OpenFilter
 from tidemill.learner.filters import (

@@ -37,8 +37,8 @@ from tidemill.launch.settings.config_loader import load, to_map
 from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.run_config import CONFIG_FILE
 from tidemill.learner.buffer.datasource import DataSource
-from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.step_plan import plan_bytes
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.prompts.prompt_file import PlannedRows, PromptFile
 

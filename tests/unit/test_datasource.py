@@ -19,8 +19,8 @@ from tidemill.learner.buffer.arrivals import EARLY_SAMPLES, Arrival, Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import SampleGroup, Verdict
 from tidemill.learner.buffer.ledger import SettledSamples, cursor_of, dump_cursor
-from tidemill.learner.buffer.plans import Waits, fit_groups, plan_bytes, settle_bytes
 from tidemill.learner.buffer.sample_index import index_of
+from tidemill.learner.buffer.step_plan import Waits, fit_groups, plan_bytes, settle_bytes
 from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 
 

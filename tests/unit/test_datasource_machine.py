@@ -18,9 +18,9 @@ from tidemill.learner.batch.batching import trainable_lags
 from tidemill.learner.buffer.arrivals import Disposition
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import Verdict
-from tidemill.learner.buffer.plans import Waits
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.buffer.sample_index import index_of
+from tidemill.learner.buffer.step_plan import Waits
 
 NUM_PROMPTS = 5
 REACHED: Counter[str] = Counter()

@@ -11,7 +11,7 @@ from tests.refusals import refusal
 from tidemill.bus.wire.codec import encode_record, encode_sample
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.buffer.plans import GENESIS
+from tidemill.learner.buffer.step_plan import GENESIS
 from tidemill.learner.debug.rollout_file import (
     DumpedRollout,
     Packing,

@@ -35,8 +35,8 @@ from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.groups import mismatch
-from tidemill.learner.buffer.plans import GENESIS, chain_of
 from tidemill.learner.buffer.sample_index import index_of
+from tidemill.learner.buffer.step_plan import GENESIS, chain_of
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.feed_messages import decode_batch, encode_batch, unpack
 from tidemill.learner.settings.config import LearnerConfig

@@ -25,7 +25,7 @@ from tidemill.bus.wire.codec import decode_record, encode_record
 from tidemill.bus.wire.messages import MASKED_SAMPLES, Plan, SequenceSize, Settle, Status
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.groups import Verdict
-from tidemill.learner.buffer.plans import Waits, chain_of
+from tidemill.learner.buffer.step_plan import Waits, chain_of
 from tidemill.learner.data import BUILT_IN, Filters, identity_of
 from tidemill.learner.filters import (
     FILTER,

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.learner.buffer.plans import assign
+from tidemill.learner.buffer.step_plan import assign
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

@@ -11,7 +11,7 @@ from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples, with_long_prompts
 from tests.unit.test_truncation import of_one_rank
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
-from tidemill.learner.batch.repacking import SHARED_FROM, num_computed, num_needed, packings, repacked, tree_of
+from tidemill.learner.batch.shared_prompts import SHARED_FROM, num_computed, num_needed, packings, repacked, tree_of
 from tidemill.learner.trainer.rows import rows_of
 
 

@@ -23,9 +23,9 @@ from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
 from tidemill.bus.wire.messages import Plan, Prompt, Sampling
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import SettingsError, load
-from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.sample_index import index_of
+from tidemill.learner.buffer.task_admission import TaskDemand
 from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.feed.issuing import task_of

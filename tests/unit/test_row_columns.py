@@ -24,9 +24,9 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.run import feeder_process
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.sample_index import index_of
+from tidemill.learner.buffer.task_admission import TaskDemand
 from tidemill.learner.data import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.config import EvalConfig, EvalSet

@@ -19,15 +19,8 @@ from tidemill.launch.devices.shapes import Shapes, fused_experts, trained_tensor
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.optimizer import (
-    DECAYS,
-    FALLING,
-    LoraConfig,
-    OptimizerConfig,
-    frozen_names,
-    learning_rate,
-    unmatched,
-)
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import DECAYS, FALLING, OptimizerConfig, frozen_names, learning_rate, unmatched
 
 
 def rates(**settings: Any) -> list[float]:

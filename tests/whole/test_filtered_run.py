@@ -12,7 +12,7 @@ from tests.whole.running import SMOKE, assert_books_balance, kill, live, up
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done, Plan, Settle
 from tidemill.launch.run.audit import audit
-from tidemill.learner.buffer.plans import is_filtered
+from tidemill.learner.buffer.step_plan import is_filtered
 
 STEPS, GROUPS, SIZE, ONE_OF = 3, 2, 2, 100
 READ_EVERY = 60

@@ -1,4 +1,4 @@
-"""FSDP2 over models of transformers behind the port of backends (``learner/trainer/backend.py``), and the outputs of
+"""FSDP2 over models of transformers behind the port of backends (``learner/trainer/port.py``), and the outputs of
 their modules under the names that Megatron's have. Modules that a family names otherwise are left out, and named in the
 log.
 """
@@ -21,11 +21,12 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.choices import choose_own_kernels, this_site
 from tidemill.learner.layout.parallel import Parallel, join_world, of_replicas
 from tidemill.learner.settings.config import ROLLOUT, LearnerConfig
-from tidemill.learner.settings.optimizer import OptimizerConfig, Tuning
-from tidemill.learner.trainer.backend import DTYPES
+from tidemill.learner.settings.lora import Tuning
+from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.learner.trainer.checkpoint_facts import adapters_in, read_facts
 from tidemill.learner.trainer.memory import open_memory
 from tidemill.learner.trainer.module_outputs import Place, num_tokens, outputs_of
+from tidemill.learner.trainer.port import DTYPES
 
 log = logging.getLogger(__name__)
 

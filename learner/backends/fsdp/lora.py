@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.backends.fsdp.model import FsdpModel
 from tidemill.learner.errors import ConfigRefused
-from tidemill.learner.settings.optimizer import LoraConfig, Tuning, is_frozen
+from tidemill.learner.settings.lora import LoraConfig, Tuning
+from tidemill.learner.settings.optimizer import is_frozen
 from tidemill.learner.trainer.exports import first_matrix
 from tidemill.weightstore.format.adapters import WEIGHTS, matrices_of, merged
 from tidemill.weightstore.format.checksums import sum64

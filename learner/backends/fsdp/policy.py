@@ -32,10 +32,10 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.logprobs import log_probs_and_entropy
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.settings.optimizer import Tuning
-from tidemill.learner.trainer.backend import Finish, Head, Input, ModelInput, ReplayModes, Result
+from tidemill.learner.settings.lora import Tuning
 from tidemill.learner.trainer.exports import digest_of, digest_of_kept
 from tidemill.learner.trainer.memory import Memory
+from tidemill.learner.trainer.port import Finish, Head, Input, ModelInput, ReplayModes, Result
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 

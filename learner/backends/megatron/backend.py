@@ -1,4 +1,4 @@
-"""Megatron's models behind the port of backends (``learner/trainer/backend.py``), and the outputs of their modules.
+"""Megatron's models behind the port of backends (``learner/trainer/port.py``), and the outputs of their modules.
 
     rank: its layers, tokens, heads -> outputs of the stage (tensor-, context-parallel ranks) -> rank 0: all stages
 
@@ -29,11 +29,12 @@ from tidemill.learner.backends.megatron.model import MegatronPolicy, build_polic
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.layout.parallel import Parallel, gather_parts, of_all_stages
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.optimizer import OptimizerConfig, Tuning
-from tidemill.learner.trainer.backend import named_dtype
+from tidemill.learner.settings.lora import Tuning
+from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.learner.trainer.checkpoint_facts import adapters_in
 from tidemill.learner.trainer.memory import open_memory
 from tidemill.learner.trainer.module_outputs import Place, num_tokens, outputs_of
+from tidemill.learner.trainer.port import named_dtype
 
 
 def _dtype_of(checkpoint: Path) -> str:

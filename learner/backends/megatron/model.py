@@ -29,9 +29,9 @@ from tidemill.learner.errors import ConfigRefused, LearnerError
 from tidemill.learner.kernels.choices import SDPA
 from tidemill.learner.layout.parallel import Parallel, of_all_stages
 from tidemill.learner.layout.sizes import Dealt
-from tidemill.learner.trainer.backend import DTYPES, Finish, Head, Input, ModelInput, Result
 from tidemill.learner.trainer.exports import digest_of, digest_of_kept
 from tidemill.learner.trainer.memory import Memory
+from tidemill.learner.trainer.port import DTYPES, Finish, Head, Input, ModelInput, Result
 
 ROUTER_BIAS = "router.expert_bias"  # end of the name of a router's bias, which Megatron keeps as a buffer
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel, gather_parts
-from tidemill.learner.trainer.backend import ReplayModes
+from tidemill.learner.trainer.port import ReplayModes
 
 
 def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:

@@ -26,7 +26,7 @@ from tidemill.learner.backends.megatron.layers.experts import Mixture
 from tidemill.learner.backends.megatron.routing import MegatronRouting, balanced
 from tidemill.learner.kernels.packed_rows import PackedRow, packed_row
 from tidemill.learner.layout.parallel import Parallel, is_last_stage, own_part
-from tidemill.learner.trainer.backend import Finish, Input, ModelInput, Result
+from tidemill.learner.trainer.port import Finish, Input, ModelInput, Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ from tidemill.learner.backends.megatron.layers.lora import MegatronAdapters, is_
 from tidemill.learner.checkpoints import torch_dist
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel, values_of_stages
-from tidemill.learner.settings.optimizer import Tuning, is_frozen
+from tidemill.learner.settings.lora import Tuning
+from tidemill.learner.settings.optimizer import is_frozen
 
 OTHER_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",

@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from tidemill.learner.backends.megatron.layers.dense import FrozenColumn, FrozenRow
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel, of_all_stages, values_of_stages
-from tidemill.learner.settings.optimizer import LoraConfig
+from tidemill.learner.settings.lora import LoraConfig
 from tidemill.learner.trainer.exports import first_matrix
 from tidemill.weightstore.format.adapters import WEIGHTS, matrices_of, merged
 from tidemill.weightstore.format.checksums import sum64

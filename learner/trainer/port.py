@@ -27,7 +27,8 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.optimizer import LoraConfig, OptimizerConfig
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.optimizer import OptimizerConfig
 from tidemill.learner.trainer.memory import Memory
 from tidemill.learner.trainer.optimizer import Optimizer
 
@@ -355,7 +356,7 @@ Mode = Literal["", "record", "replay"]
 
 
 class ReplayModes:
-    """The passes of ``trainer.backend.Routing`` as modes, which the routers of a backend follow."""
+    """The passes of ``trainer.port.Routing`` as modes, which the routers of a backend follow."""
 
     def __init__(self, *, given: bool) -> None:
         """``given``: the rows have their experts already."""

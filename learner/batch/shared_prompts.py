@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tidemill.learner.batch.batch import TOKEN_DTYPES, Array, MicroBatch, StepBatch
 from tidemill.learner.batch.batching import concatenate
-from tidemill.learner.buffer.plans import assign
+from tidemill.learner.buffer.step_plan import assign
 
 SHARED_FROM = 16
 """Least number of common tokens that are computed once: fewer do not pay for the calls of attention, which each prompt
