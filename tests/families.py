@@ -238,8 +238,41 @@ OTHERS: Mapping[str, tuple[str, dict[str, Any]]] = {
         ("minimax", {**_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 8}),
         ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "head_dim": None}),
         ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
+        (
+            "longcat_flash",
+            {
+                **_LATENT,
+                "head_dim": 8,
+                "num_hidden_layers": None,
+                "num_layers": 2,
+                "n_routed_experts": 8,
+                "zero_expert_num": 2,
+                "moe_topk": 2,
+                "expert_ffn_hidden_size": 32,
+            },
+        ),
         ("recurrent_gemma", {"lru_width": 64, "attention_window_size": 16}),
         ("vaultgemma", {**_WINDOWS, "query_pre_attn_scalar": 16}),
+        (
+            "zamba2",
+            {
+                "layers_block_type": ["linear_attention", "hybrid"] * 2,
+                "n_mamba_heads": 8,
+                "mamba_d_state": 16,
+                "chunk_size": 16,
+                "head_dim": None,
+            },
+        ),
+        (
+            "xlstm",
+            {
+                "num_heads": 4,
+                "norm_eps": 1e-3,
+                "head_dim": None,
+                "num_attention_heads": None,
+                "num_key_value_heads": None,
+            },
+        ),
         ("xglm", {"d_model": 64, "ffn_dim": 96, "num_layers": 4, "attention_heads": 4, "head_dim": None}),
     )
     for name in names.split()

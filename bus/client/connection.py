@@ -340,8 +340,9 @@ class Connection:
         if error.verb == "publish":
             self._forbidden[subject.lower()] = (error, time.monotonic())
             claimed = any([listener(error) for listener in list(self._forbidden_listeners)])
-        if not claimed:
-            _log.error("bus: %s", error)
+        if not claimed:  # changes of rows are also read, every few seconds
+            is_change = error.verb == "subscribe" and subject.startswith("$kv.")
+            _log.log(logging.INFO if is_change else logging.ERROR, "bus: %s", error)
 
     async def _on_disconnected(self) -> None:
         if self._closing or not self.connected:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.model_values import num_experts, sparse_layers
+from tidemill.bus.wire.model_values import routing_sizes
 
 RoutedExperts = NDArray[np.uint8 | np.uint16]  # [L, E, K]
 _DTYPES: Mapping[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
@@ -67,16 +67,14 @@ class RoutedShape:
 
     @classmethod
     def of(cls, values: JsonMapping) -> "RoutedShape | None":
-        """Return the sizes in a config.json; None for a dense model. Raises KeyError, TypeError, ValueError."""
-        layers = tuple(at for at, sparse in enumerate(sparse_layers(values)) if sparse)
-        if not layers:
+        """Return the sizes in a config.json; None for a dense model, or a family whose layers with experts are not
+        known here. Raises KeyError, TypeError, ValueError.
+        """
+        sizes = routing_sizes(values)
+        if sizes is None or not sizes[-1]:
             return None
-        return cls(
-            num_layers=int(values["num_hidden_layers"]),
-            layers=layers,
-            top_k=int(values["num_experts_per_tok"]),
-            num_experts=num_experts(values),
-        )
+        num_layers, count, top_k, layers = sizes
+        return cls(num_layers=num_layers, layers=tuple(layers), top_k=top_k, num_experts=count)
 
 
 def unknown_rows(ids_LEK: RoutedExperts) -> NDArray[np.bool_]:

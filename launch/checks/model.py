@@ -98,6 +98,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     of_text = language_values(values)
     if shape is None and len(report.errors) == before:
         _require_sizes(report, of_text, where)
+    routed_bytes = _routed_bytes(report, config, of_text) if len(report.errors) == before else 0
     if len(report.errors) > before:
         return None
     tensors = shape.tensors() if shape is not None else in_files
@@ -115,7 +116,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         tensors=tensors,
         critic=_check_critic(report, config, vocabulary, positions, backend.kind),
         backend=backend.kind,
-        routed_bytes=_routed_bytes(config, of_text),
+        routed_bytes=routed_bytes,
         num_trained=sum(map(math.prod, trained_tensors(tensors, config.learner, backend=backend.kind).values())),
         row_sizes=row_sizes,
     )
@@ -146,9 +147,16 @@ def _in_words(values: Mapping[str, object], model: CheckedModel) -> str:
     return f"{values['model_type']}, {layers}, {sizes}"
 
 
-def _routed_bytes(config: RunConfig, values: Mapping[str, object]) -> int:
-    routed = RoutedShape.of(values) if config.learner.routing_replay == ROLLOUT else None
-    return 0 if routed is None else routed.bytes_per_token
+def _routed_bytes(report: Report, config: RunConfig, values: Mapping[str, object]) -> int:
+    """Return the bytes of a token's experts in a sample; refuse a model whose layers with experts are not known."""
+    if config.learner.routing_replay != ROLLOUT:
+        return 0
+    if (routed := RoutedShape.of(values)) is not None:
+        return routed.bytes_per_token
+    want = "none for a model without experts, or of a family whose layers with experts are not known (docs/models.md)"
+    cure = f"use learner.routing_replay: old, or none, for {values.get('model_type')}"
+    report.error("model", "learner.routing_replay", want=want, got=ROLLOUT, cure=cure)
+    return 0
 
 
 def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:

@@ -14,7 +14,7 @@ from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.bus import find_run as find_only_run
 from tidemill.launch.run import process
-from tidemill.launch.run.access import BUS_URL_FILE, OPERATOR, VIEWER, viewer_line
+from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE, OPERATOR, VIEWER, viewer_line
 from tidemill.launch.run.bus_process import EndedBus, started
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.run_config import CONFIG_FILE
@@ -26,10 +26,11 @@ _RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
     """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError."""
     address_file = Path(run_dir) / BUS_URL_FILE
-    if run_dir and not (Path(run_dir) / CONFIG_FILE).exists() and address_file.exists():
+    root, settings = Path(run_dir), {}
+    if run_dir and not (root / CONFIG_FILE).exists() and address_file.exists():
         run_dir, bus = "", bus or address_file.read_text().strip()  # of `tidemill bus`: only `up` stores the settings
+        settings = {"auth": (root / AUTH_DIR / f"{user}.env").exists()}
     if run_dir:
-        root = Path(run_dir)
         if not (root / CONFIG_FILE).exists():
             raise ValueError(f"--run-dir: want the directory of a run ({CONFIG_FILE} in it), got {run_dir}")
         config = yaml_file.read(root / CONFIG_FILE)[0]
@@ -42,7 +43,7 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
         return viewer_line(url, os.environ, root, config["bus"], user=user), run or config["run"]
     if not bus:
         raise ValueError("want --run-dir DIRECTORY, or --bus URL (and --run RUN where it carries several)")
-    line = viewer_line(bus, os.environ)
+    line = viewer_line(bus, os.environ, root, settings, user=user)
     try:
         return line, run or asyncio.run(find_only_run(line, name="look", wait_s=CONNECT_S))
     except BusError as error:

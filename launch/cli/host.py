@@ -21,7 +21,9 @@ from tidemill.launch.cli.find_run import change, read_until_drained
 from tidemill.launch.cli.inputs import (
     check_loaded,
     children_arguments,
+    is_user_of_process,
     loaded_config,
+    name_on_bus,
     reached_at,
     user_name,
     with_commits_of_run,
@@ -61,7 +63,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run this machine's engines and actors until drained. Returns the exit code. Raises HostExists."""
-    name = args.name or user_name() or host_name()
+    name = name_on_bus("--name", args.name) or host_name()
+    if args.users is None and args.learner_node is None and is_user_of_process(user_name()):
+        want = "a directory with a file of the bus's auth/ for each of its processes (engine-0.env, actor-0.env)"
+        raise ValueError(f"--users: want {want}, as {name} has the rights of a host alone, got none")
     counts = desired.parse(args.wanted)
     if counts.get("engine"):
         require("engine")

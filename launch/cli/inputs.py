@@ -143,8 +143,24 @@ def bus_address(args: argparse.Namespace, config: RunConfig | None, user: str) -
 
 
 def process_id(args: argparse.Namespace) -> str:
-    """Return the process's name on the bus: --id, else the name of its user, who may write under no other."""
-    return args.id or user_name()
+    """Return the process's name on the bus, as ``name_on_bus``, by --id."""
+    return name_on_bus("--id", args.id)
+
+
+def name_on_bus(option: str, name: str) -> str:
+    """Return the name, else the user of the bus in the environment, which may write under no other name.
+
+    Raises ValueError for a name that is not the user's.
+    """
+    user = user_name()
+    if name not in ("", user) and is_user_of_process(user):
+        raise ValueError(f"{option}: want {user}, the user of the bus in the environment, or none, got {name}")
+    return name or user
+
+
+def is_user_of_process(user: str) -> bool:
+    """Return whether `tidemill bus` makes such users for single processes. A server of yours may have any users."""
+    return bool(re.fullmatch(r"(engine|actor|scorer|host)-[0-9]+|router", user))
 
 
 def user_name() -> str:

@@ -11,6 +11,7 @@ import getpass
 import shlex
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ _HEAD_CPUS = 2  # Of the bus and the feeder, beside the ranks
 _WORKER_CPUS = {"engine": 2, "scorer": 1, "actor": 1}
 _SLACK_S = 30  # Seconds before the time limit, beside the seconds of a drain
 JOBS_FILE = "jobs"
+ENDING = "COMPLETING"
+CANCELLED_S = 120.0  # Longer than KillWait, the time between SIGTERM and SIGKILL (30 s by default)
 ANSWER_S = 60.0  # Seconds for a command of Slurm to answer; it retries by itself while its controller is away
 
 
@@ -271,6 +274,11 @@ def _jobs(args: argparse.Namespace, config: RunConfig) -> Jobs:
     }.items():
         if not 0 <= number <= desired.MOST:
             raise ValueError(f"--{option}: want a number from 0 to {desired.MOST}, got {number}")
+    num_ranks = config.learner.num_ranks // max(config.learner.nodes, 1)
+    if config.learner.device != "cpu" and args.gpus_per_node not in (0, num_ranks):
+        cure = "--set learner.data_parallel=N, nodes x GPUs without tensor, pipeline and context parallelism"
+        want = f"want {num_ranks}, the ranks of the learner on each node"
+        raise ValueError(f"--gpus-per-node: {want}, got {args.gpus_per_node}; cure: {cure}")
     for option in ("partition", "engine_partition", "account", "time"):
         text = getattr(args, option)
         if text and len(text.split()) != 1:
@@ -299,15 +307,26 @@ def _jobs(args: argparse.Namespace, config: RunConfig) -> Jobs:
     )
 
 
-def refuse_running(out: Path) -> None:
-    """Raise ValueError while jobs that were submitted from ``out`` wait or run: a second head would be a second bus."""
+def refuse_running(out: Path, wait_s: float = CANCELLED_S) -> None:
+    """Raise ValueError while jobs that were submitted from ``out`` wait or run: a second head would be a second bus.
+
+    Jobs that Slurm is ending, as after scancel, are awaited for ``wait_s`` seconds.
+    """
     file = out / JOBS_FILE
     ids = [line.split()[1] for line in file.read_text().splitlines()] if file.exists() else []
-    running = ""
+    deadline_s = time.monotonic() + wait_s
+    while states := _states(ids):
+        cure = "wait for their end" if states == {ENDING} else f"scancel {' '.join(ids)}"
+        if states != {ENDING} or time.monotonic() > deadline_s:
+            raise ValueError(f"{out}: jobs of this run wait or run ({', '.join(sorted(states))}); cure: {cure}")
+        time.sleep(1)
+
+
+def _states(ids: Sequence[str]) -> set[str]:
+    """Return the states of the jobs that have not ended."""
     with contextlib.suppress(ValueError):  # all of them are forgotten by now, or there is no Slurm here
-        running = _answer("squeue", "--noheader", "--format=%A", f"--jobs={','.join(ids)}") if ids else ""
-    if running:
-        raise ValueError(f"{out}: jobs of this run wait or run; cure: scancel {' '.join(ids)}")
+        return set(_answer("squeue", "--noheader", "--format=%T", f"--jobs={','.join(ids)}").split()) if ids else set()
+    return set()
 
 
 def submit(out: Path, scripts: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ Ray actors, which Ray places as it finds room.
 import asyncio
 import contextlib
 import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,7 +260,8 @@ class RayRun:
         learners = [supervisor.keep(name, words, finishes=True) for name, words in self.learners().items()]
         for name, words in self.workers().items():
             supervisor.keep(name, words)
-        log.info("started; look at it with: tidemill status --bus %s", self.url)
+        where = f"--run-dir {shlex.quote(str(self.config.root))}" if self.config.bus.auth else f"--bus {self.url}"
+        log.info("started; look at it with: tidemill status %s", where)
         await first_of(_all_done(learners), supervisor.failed(), draining.wait())
         if not draining.is_set():
             for learner in learners:

@@ -10,6 +10,7 @@ duplicate.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -80,6 +81,7 @@ class Host:
         self._view = LiveView(bus)
         self._draining: dict[str, asyncio.Task[object]] = {}
         self._logged: set[str] = set()  # Processes that are given up, and logged as such
+        self._user_files: dict[str, float] = {}  # Time of the credentials with which each process was started
         self._revision = -1
         self.counts: dict[str, int] = {}  # Desired number of processes of this host by role, as last read
 
@@ -128,7 +130,9 @@ class Host:
         return list({**hosts, self._live_host.name: self._live_host}.values())
 
     def reconcile(self, counts: dict[str, int], revision: int) -> None:
-        """Start missing processes and drain surplus ones; a process given up is tried again when rows change."""
+        """Start missing processes and drain surplus ones; a process given up is tried again when rows, or its
+        credentials, change.
+        """
         if counts != self.counts:
             log.info("wanted %s", ", ".join(f"{role}s={counts[role]}" for role in ROLES))
         self.counts = counts
@@ -136,7 +140,8 @@ class Host:
         kept = [name for role in ROLES for name in self._supervisor.names(role)]
         given_up = self._supervisor.given_up
         for name in kept:
-            if not any(name in names for names in slots.values()) or (name in given_up and revision != self._revision):
+            tried_again = revision != self._revision or self._user_file_s(name) != self._user_files.get(name)
+            if not any(name in names for names in slots.values()) or (name in given_up and tried_again):
                 self._drain(name)
         self._devices.keep_only(kept, desired=slots["engine"])
         self._unplaced = {name: reason for name, reason in self._unplaced.items() if name in slots["engine"]}
@@ -164,6 +169,7 @@ class Host:
             self._unplaced[name] = str(error)
             return
         self._unplaced.pop(name, None)
+        self._user_files[name] = self._user_file_s(name)
         self._supervisor.keep(name, self._arguments(role, name), environment=environment)
 
     def _environment(self, role: str, name: str) -> dict[str, str]:
@@ -171,8 +177,19 @@ class Host:
         variables = self._devices.give(name) if role == "engine" else {}
         if self._users is None:
             return variables
-        (file,) = [file for file in self._users[role] if file.stem == name]
-        return {**variables, CREDENTIALS_VARIABLE: str(file)}
+        return {**variables, CREDENTIALS_VARIABLE: str(self._user_file(name))}
+
+    def _user_file(self, name: str) -> Path | None:
+        """Return the file with the credentials of a process; None on a bus without users."""
+        files = itertools.chain(*(self._users or {}).values())
+        return next((file for file in files if file.stem == name), None)
+
+    def _user_file_s(self, name: str) -> float:
+        """Return the time of the last change of a process's credentials; 0 without any."""
+        file = self._user_file(name)
+        with contextlib.suppress(OSError):  # it is being replaced
+            return file.stat().st_mtime if file else 0.0
+        return 0.0
 
     def _drain(self, name: str) -> None:
         """Drain a process; if it is desired again, it is started after the end: never two of one name."""

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.model_values import EXPERTS_OF, as_older, language_values, num_experts, sparse_layers
+from tidemill.bus.wire.model_values import (
+    EXPERTS_OF,
+    MISTRAL_WINDOW,
+    as_older,
+    language_values,
+    num_experts,
+    sparse_layers,
+)
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.model_files import text_tensors_in
 
@@ -210,7 +217,8 @@ def _attention_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str,
         yield "attention_bias", "false: the output projection has no bias in the learner"
     if values.get("mlp_bias"):
         yield "mlp_bias", "false: an MLP has no bias in the learner"
-    window, longest = values.get("sliding_window"), _int(values, "max_position_embeddings")
+    window = values.get("sliding_window", MISTRAL_WINDOW if family == "mistral" else None)
+    longest = _int(values, "max_position_embeddings")
     if family in ("mistral", "mixtral") and isinstance(window, int) and window < longest:
         yield "sliding_window", "null, or at least max_position_embeddings: attention has no window in the learner"
     if values.get("use_sliding_window"):

@@ -236,7 +236,9 @@ class LearnerConfig:
     overlap_param_gather: Literal["auto", "always", "never"] = "auto"
     """With distributed_optimizer, gather weights during the forward pass of the next minibatch; auto = on CUDA."""
     offload_optimizer: bool = False
-    """Keep Adam's moments and main weights in host memory; a step moves them through the accelerator in blocks."""
+    """Keep Adam's moments, on Megatron also its main weights, in host memory; a step moves them through the accelerator
+    in blocks. The weights that passes compute with, and gradients, stay on the accelerator.
+    """
     expert_parallel: Positive = 1
     """Ranks over which experts are spread; divides data x tensor x context parallel, and a layer's experts."""
     routing_replay: Annotated[str, OneOf(REPLAYS)] = "none"

@@ -110,6 +110,7 @@ def test_rows_of_one_batch_have_their_own_positions(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "mistral", "sliding_window": 128}, "sliding_window"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window"),
         ({"model_type": "qwen3_moe"}, "num_experts"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

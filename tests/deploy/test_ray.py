@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -55,6 +56,14 @@ def check_accounting(run: RayRun, steps: int) -> None:
     assert summary["steps"] == steps
 
 
+def looked_at(run: RayRun) -> str:
+    """Return the output of the command that the driver has printed."""
+    (words,) = re.findall(r"look at it with: tidemill (.*)", run.log_file.read_text())
+    done = run_tidemill(*shlex.split(words))
+    assert done.returncode == 0, done.output
+    return done.out
+
+
 @pytest.mark.slow
 def test_a_run_on_a_bus_with_users_survives_its_ray_actors(python: Path, tmp_path: Path) -> None:
     with ray_cluster(python, tmp_path, "2,1,2") as cluster:
@@ -63,6 +72,7 @@ def test_a_run_on_a_bus_with_users_survives_its_ray_actors(python: Path, tmp_pat
                 run.until_step(step)
                 ended = run.kill_owner(victim)
                 assert run.child(victim).pid != ended.pid
+            assert "of 40 done" in looked_at(run)
             check_accounting(run, STEPS)
         assert (run.directory / "auth/engine-0.env").exists()
 

@@ -85,7 +85,9 @@ def test_scancel_leaves_nothing_and_another_submit_resumes(slurm: SlurmLab, tmp_
     run.submit(*words)
     run.until_step(40)
     slurm("scancel", *run.ids.values())
-    poll(lambda: not slurm.jobs() and slurm.programs() == [], every_s=0.5)
+    run.tidemill("slurm", "smoke", *words)  # waits until Slurm has ended the jobs
+    assert not slurm.jobs()
+    poll(lambda: slurm.programs() == [], every_s=0.5)
     run.say("nothing is left")
     run.submit(*words)
     run.audited()

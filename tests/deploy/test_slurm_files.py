@@ -91,6 +91,7 @@ def test_a_run_that_slurm_cannot_have_is_refused(setting: str) -> None:
         (["--time", "1:00\n#SBATCH --uid=0"], "--time: want one word"),
         (["--engines", "-1"], "--engines: want a number from 0"),
         (["--gpus-per-node", "-1"], "--gpus-per-node: want a number from 0"),
+        (["--gpus-per-node", "8", "--set", "learner.device=auto"], "--gpus-per-node: want 1, the ranks of the learner"),
         (["--submit"], "sbatch: no such program here; cure: run this on a login node"),
     ],
 )

@@ -1,5 +1,6 @@
 """The commands of the units, and of the file of SkyPilot, with their environments: a run with 0 lost and 0 twice."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import pytest
 import yaml
 
 from tests.deploy.units import UNITS, command, unit
+from tests.launched import run_tidemill
 from tests.template import ROOT
-from tests.waits import LIMIT_S
+from tests.waits import LIMIT_S, poll
 from tidemill.bus.client.addresses import KeptPort
+from tidemill.bus.server.auth import PASSWORD_VARIABLE, USER_VARIABLE, read_credentials
 from tidemill.bus.system.processes import die_with_parent
 
 pytestmark = pytest.mark.slow
@@ -95,6 +98,31 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def start_host(machine: Machine) -> "subprocess.Popen[bytes]":
     return machine.start_unit("host")
+
+
+@pytest.mark.parametrize("workers", [start_host, Machine.start_sky])
+def test_the_commands_make_a_run_on_a_bus_with_users(
+    machine: Machine, workers: Callable[[Machine], "subprocess.Popen[bytes]"]
+) -> None:
+    file = machine.etc / f"{RUN}.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["bus"]["auth"] = True
+    file.write_text(yaml.safe_dump(config))
+    machine.start_unit("bus")
+    auth, users, of_learner = machine.work / "runs/smoke/auth", machine.work / "users", machine.variables
+    poll((machine.work / "runs/smoke/bus.url").exists)
+    users.mkdir()
+    for name in ("engine-0.env", "actor-0.env"):
+        shutil.copy(auth / name, users)
+    user, password = read_credentials(auth / "host-0.env")
+    of_host = {"WORKERS": f"--users {users} engines=1 actors=1", USER_VARIABLE: user, PASSWORD_VARIABLE: password}
+    machine.variables = of_learner | of_host
+    host = workers(machine)
+    machine.variables = of_learner
+    assert machine.start_unit("learner").wait(LIMIT_S) == 0, machine.logs()
+    assert host.wait(LIMIT_S) == 0, machine.logs()
+    done = run_tidemill("audit", "--run-dir", str(machine.work / "runs/smoke"))
+    assert done.returncode == 0, done.output
 
 
 @pytest.mark.parametrize("workers", [start_host, Machine.start_sky])

@@ -23,6 +23,7 @@ from tests.families import LENGTHS, VOCAB, place_here, plain_model, sequences
 from tidemill.launch.devices.shapes import adapter_tensors
 from tidemill.learner.backends.fsdp.lora import add_adapters, tuned
 from tidemill.learner.backends.fsdp.model import FsdpModel, open_model
+from tidemill.learner.backends.fsdp.policy import Replay
 from tidemill.learner.backends.fsdp.self_test import row_of
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.settings.optimizer import OF_EXPERTS, LoraConfig, Tuning
@@ -38,15 +39,15 @@ def weights_of_tokens() -> Tensor:
     return torch.randn(sum(LENGTHS), VOCAB, generator=torch.Generator().manual_seed(1)) / 100
 
 
-def row_pass(model: FsdpModel) -> tuple[Tensor, dict[str, Tensor]]:
+def row_pass(model: FsdpModel, lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the log-probs [T, V] of a row, and the gradients of their weighted sum by name, summed over the ranks."""
 
     def finish(hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         log_probs_TV = torch.log_softmax(model.head.logits(hidden_TH, model.head_weight()).float(), -1)
-        return (log_probs_TV * weights_of_tokens()).sum(), log_probs_TV.detach()
+        return (log_probs_TV * weights_of_tokens()[: len(log_probs_TV)]).sum(), log_probs_TV.detach()
 
     model.zero_grad()
-    loss, log_probs_TV = model(torch.cat(sequences()), row_of(LENGTHS), finish)
+    loss, log_probs_TV = model(torch.cat(sequences(lengths)), row_of(lengths), finish)
     loss.backward()
     gradients = {name.removeprefix("transformer."): parameter.grad for name, parameter in model.named_parameters()}
     return log_probs_TV, {name: whole(grad) for name, grad in gradients.items() if grad is not None}
@@ -98,6 +99,50 @@ def measured(directory: Path, *, recompute: bool = False, family: str = "") -> t
         "log_probs": float((log_probs_TV - wanted_TV).abs().max()),
         "gradients": gap(gradients, summed),
         "export": different(dict(model.export()), files_of(directory)),
+    }
+
+
+def routed(model: FsdpModel) -> dict[str, float]:
+    """Return what known experts change in log-probs and gradients, and differences from sequences alone. Collective.
+
+    ``own``, ``unknown``, ``others``: largest change by experts of the routers' own choice, by none, by others.
+    ``recorded``: experts of a row that are not those which a sequence alone has. ``alone``: largest difference of a
+    row's log-probs with given experts from those of its sequences alone with the same ones.
+    """
+    # The sequences of each rank are in another order.
+    lengths = (*LENGTHS[dist.get_rank() :], *LENGTHS[: dist.get_rank()])
+    routing = Replay(model.transformer, replays=True, packed=model.findings.packed)
+
+    def replayed(experts: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        with routing.replaying(), routing.row(replace(row_of(lengths), experts=tuple(experts))):
+            return row_pass(model, lengths)
+
+    def change(experts: Sequence[Tensor]) -> float:
+        log_probs_TV, gradients = replayed(experts, lengths)
+        assert gradients.keys() == wanted.keys()
+        return max(float((log_probs_TV - wanted_TV).abs().max()), gap(gradients, wanted))
+
+    row, singles = row_of(lengths), [row_of([length]) for length in lengths]
+    with routing.recording(), routing.row(row):
+        wanted_TV, wanted = row_pass(model, lengths)
+    for length, single in zip(lengths, singles, strict=True):
+        with routing.recording(), routing.row(single):
+            row_pass(model, [length])
+    of_singles = [torch.cat(parts) for parts in zip(*(single.experts for single in singles), strict=True)]
+    others = [(experts + 1) % (int(experts.max()) + 1) for experts in row.experts]
+    # Each token has other experts than its neighbours, so that a row of experts in the place of another one is seen.
+    given = [(experts + torch.arange(len(experts))[:, None]) % (int(experts.max()) + 1) for experts in row.experts]
+    parts = zip(*(experts.split(lengths) for experts in given), strict=True)
+    alone = [replayed(part, [length])[0] for part, length in zip(parts, lengths, strict=True)]
+    return {
+        "own": change(row.experts),
+        "unknown": change([experts.new_full(experts.shape, -1) for experts in row.experts]),
+        "others": change(others),
+        "recorded": sum(
+            int((ours.sort(-1).values != theirs.sort(-1).values).sum())
+            for ours, theirs in zip(row.experts, of_singles, strict=True)
+        ),
+        "alone": float((replayed(given, lengths)[0] - torch.cat(alone)).abs().max()),
     }
 
 
@@ -249,11 +294,13 @@ def refused(directory: Path, out: Path) -> None:
 def _measured(directories: Sequence[Path], out: Path) -> Iterator[tuple[str, Any]]:
     for directory in directories:
         model, result = measured(directory, recompute=True)
+        has_routers = any(type(module).__name__.lower().endswith("router") for module in model.modules())
+        routing = routed(model) if has_routers else None
         part = {name: tensor.contiguous() for name, tensor in model.export_part(dist.get_world_size())}
         _write_part(part, out / directory.name, directory)
         has_experts = any(name.endswith(OF_EXPERTS) for name, _ in model.transformer.named_parameters())
         of_adapters = {"adapted": adapted(directory, recompute=True)} if has_experts else {}
-        yield directory.name, {**result, **of_adapters, "sent": list(part)}
+        yield directory.name, {**result, **of_adapters, "sent": list(part), "routed": routing}
 
 
 def _write_part(part: dict[str, Tensor], directory: Path, model_dir: Path) -> None:

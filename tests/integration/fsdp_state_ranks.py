@@ -87,6 +87,16 @@ KINDS = {
         minibatches=2,
     ),
     "experts, given": Kind(learner=replace(BASE, routing_replay=ROLLOUT), family="qwen3_moe", minibatches=2),
+    "experts in padded rows, replayed": Kind(
+        learner=replace(
+            BASE, routing_replay="old", recompute="full", algorithm=algorithm_of(correction="decoupled", kl=MOVING)
+        ),
+        family="deepseek_v32",
+        minibatches=2,
+    ),
+    "experts in padded rows, given": Kind(
+        learner=replace(BASE, routing_replay=ROLLOUT), family="deepseek_v32", minibatches=2
+    ),
     "bfloat16": Kind(learner=BASE, dtype="bfloat16"),
     "olmo3": Kind(learner=replace(BASE, algorithm=algorithm_of(kl=MOVING)), family="olmo3"),
     "lfm2": Kind(learner=replace(BASE, algorithm=algorithm_of(kl=MOVING)), family="lfm2"),
@@ -115,6 +125,24 @@ _WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_atte
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"head_dim": 16, **_WINDOWS},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "deepseek_v32": {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "index_topk": 8,
+        "index_head_dim": 16,
+        "index_n_heads": 64,
+    },
     "gpt_oss": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, **_WINDOWS},
 }
 """Families that Megatron does not have, and settings of small models."""
@@ -139,7 +167,7 @@ def write_model(directory: Path, family: str, **changes: Any) -> Path:
     }
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **sizes, **OTHER_FAMILIES[family], **changes)
+        config = AutoConfig.for_model(family, **sizes | OTHER_FAMILIES[family] | changes)
         AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().save_pretrained(directory)
     return directory
 

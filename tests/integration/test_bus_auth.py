@@ -13,7 +13,8 @@ import ssl
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from argparse import Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -28,15 +29,19 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Denied, Forbidden, PasswordReplaced, ServerFailed
 from tidemill.bus.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
 from tidemill.bus.liveness import HeartbeatPublisher, LiveView
-from tidemill.bus.server.auth import credentials_file, make_users, read_credentials
+from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file, make_users, read_credentials
 from tidemill.bus.server.embedded_bus import EmbeddedBus
 from tidemill.bus.streams.bus import Bus, connect, find_run, raise_epoch, runs_on
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import DeadLetterDecision, Done
 from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.cli.find_run import find_run as find_run_in
+from tidemill.launch.cli.inputs import process_id
+from tidemill.launch.cli.main import main
 from tidemill.launch.cli.runs import read_runs
 from tidemill.launch.page.compared import ComparedRuns
 from tidemill.launch.run import desired
+from tidemill.launch.run.access import BUS_URL_FILE
 from tidemill.launch.run.bus_process import renew_users
 from tidemill.launch.run.directory import RequestRefused
 from tidemill.launch.settings.config_loader import load
@@ -268,6 +273,18 @@ async def test_a_shadow_reads_the_run_and_writes_a_run_of_its_own(
             assert curves is not None and curves.names == ["loss"]
 
 
+async def test_a_shadow_without_changes_of_its_own_rows_reports_no_error(
+    as_user: As, guarded: EmbeddedBus, auth_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No user subscribes to subjects that it writes; whoever waits for a change of a row reads the row, too."""
+    caplog.set_level(logging.INFO)
+    line = line_of(guarded.url, auth_dir, "shadow-x")
+    async with as_user("learner"), connect(line, f"{RUN}-x", CONFIG, name="shadow-x") as own:
+        async with own.rows("run").on_change("config", lambda: None):
+            await until(lambda: "may not subscribe here" in caplog.text)
+    assert {record.levelno for record in caplog.records if "may not" in record.message} == {logging.INFO}
+
+
 async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
     tries: list[str] = []
     async with as_user("learner"), as_user("actor-0") as bus:
@@ -434,6 +451,46 @@ async def test_users_keep_their_passwords_over_restarts_and_may_become_more(
 async def test_an_actor_finds_its_run(guarded: EmbeddedBus, auth_dir: Path, as_user: As) -> None:
     async with as_user("learner"):
         assert await find_run(line_of(guarded.url, auth_dir, "actor-1"), name="actor-1", wait_s=60) == RUN
+
+
+async def test_a_directory_without_settings_gives_a_viewer_its_password(
+    guarded: EmbeddedBus, auth_dir: Path, as_user: As, tmp_path: Path
+) -> None:
+    """`tidemill bus --auth` writes users and its address there, and no configuration."""
+    (tmp_path / BUS_URL_FILE).write_text(guarded.url)
+    async with as_user("learner"):
+        line, run = await asyncio.to_thread(find_run_in, str(tmp_path), "", "")
+    assert (line, run) == (line_of(guarded.url, auth_dir, "viewer"), RUN)
+
+
+@pytest.mark.parametrize(("name", "other"), [("actor-1", "actor-b"), ("router", "door")])
+def test_a_process_has_the_name_of_its_user(
+    name: str, other: str, auth_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_users(auth_dir, RUN, CONFIG)
+    monkeypatch.setenv(CREDENTIALS_VARIABLE, str(credentials_file(auth_dir, name)))
+    assert process_id(Namespace(id="")) == process_id(Namespace(id=name)) == name
+    with pytest.raises(ValueError, match=f"--id: want {name}, the user of the bus.*got {other}"):
+        process_id(Namespace(id=other))
+    (tmp_path / "mine.env").write_text("TIDEMILL_BUS_USER=me\nTIDEMILL_BUS_PASSWORD=x\n")
+    monkeypatch.setenv(CREDENTIALS_VARIABLE, str(tmp_path / "mine.env"))
+    assert process_id(Namespace(id=other)) == other, "a server of one's own may have any users"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [((), "--users: want a directory"), (("--name", "a"), "--name: want host-0")]
+)
+def test_a_host_with_a_user_needs_those_of_its_processes(
+    words: Sequence[str],
+    message: str,
+    auth_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_users(auth_dir, RUN, CONFIG)
+    monkeypatch.setenv(CREDENTIALS_VARIABLE, str(credentials_file(auth_dir, "host-0")))
+    assert main(["host", "--bus", "nats://127.0.0.1:1", *words, "actors=1"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_permissions_name_streams_that_there_are(tmp_path: Path) -> None:

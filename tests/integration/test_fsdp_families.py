@@ -4,8 +4,10 @@ alone, gradients included, and the export is the files bit for bit.
 ``make test-families`` tries all of them, ``make test`` one of each kind.
 """
 
+import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,22 +31,26 @@ from tests.families import (
     write_family,
 )
 from tests.integration import fsdp_family_ranks
-from tests.integration.fsdp_family_ranks import LORA, AdaptedModel, adapted, gap, measured, row_pass
+from tests.integration.fsdp_family_ranks import LORA, AdaptedModel, adapted, measured, routed, row_pass
 from tests.learner_steps import run_ranks
+from tests.refusals import refusal
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import open_model as open_engine
 from tidemill.actors.serving.builtin.input_scores import Scoring
 from tidemill.actors.serving.builtin.weights import load_from_bucket
+from tidemill.bus.wire.model_values import language_values
+from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.backends.fsdp.lora import add_adapters
 from tidemill.learner.backends.fsdp.model import Place, open_model
 from tidemill.learner.backends.fsdp.opening import Transformer, build, without_noise
 from tidemill.learner.backends.fsdp.policy import Replay
-from tidemill.learner.backends.fsdp.self_test import TOLERANCE, Alone, randomize, row_of
+from tidemill.learner.backends.fsdp.self_test import TOLERANCE, Alone, randomize
+from tidemill.learner.errors import ConfigRefused
 from tidemill.weightstore.format.manifest import Bucket, spec_of
 
 TRIED = list(FAMILIES) if THOROUGH else list(KINDS)
-ROUTED = [name for name, cells in page_rows(PAGE.read_text()).items() if (cells[2], cells[4]) == ("packed", "yes")]
-"""Families with experts whose routing can be replayed."""
+ROUTED = [name for name, cells in page_rows(PAGE.read_text()).items() if cells[4] == "yes"]
+"""Families with experts, whose routing can be replayed."""
 LOG_PROBS, GRADIENTS = 5e-5, 2e-5
 """Largest differences in float32: of a log-prob, in nats, and of a gradient relative to the largest."""
 
@@ -184,25 +190,40 @@ def test_transformers_and_the_engine_load_the_export_of_two_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("name", [*ROUTED, "longcat_flash"])  # whose router has experts that do nothing, too
 def test_routers_take_known_experts(name: str, place: Place, tmp_path: Path) -> None:
-    """Experts of the router's own choice change no bit of log-probs and gradients, nor do unknown ones; others do."""
-    model = open_model(write_family(tmp_path, name), dtype="float32", place=place, recompute=True)
-    routing, row = Replay(model.transformer, replays=True), row_of(LENGTHS)
+    assert_routed(routed(open_model(write_family(tmp_path, name), dtype="float32", place=place, recompute=True)))
 
-    def replayed(experts: Sequence[torch.Tensor]) -> float:
-        """Return the largest difference from the pass that recorded the experts of ``row``."""
-        with routing.replaying(), routing.row(replace(row, experts=tuple(experts))):
-            log_probs_TV, gradients = row_pass(model)
-        assert set(gradients) == set(wanted)
-        return max(float((log_probs_TV - wanted_TV).abs().max()), gap(gradients, wanted))
 
-    with routing.recording(), routing.row(row):
-        wanted_TV, wanted = row_pass(model)
-    assert replayed(row.experts) == 0.0
-    assert replayed([experts.new_full(experts.shape, -1) for experts in row.experts]) == 0.0
-    others = [(experts + 1) % (int(experts.max()) + 1) for experts in row.experts]
-    assert replayed(others) > 1e-3
+@pytest.mark.parametrize("name", [name for name in ROUTED if name in TRIED])
+def test_routers_of_two_ranks_take_known_experts(name: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert_routed(rank[name]["routed"])
+
+
+def assert_routed(changes: dict[str, float]) -> None:
+    """Experts of the router's own choice change no bit of log-probs and gradients, nor do unknown ones; others do. A
+    row of sequences has the experts of each one alone, recorded and given.
+    """
+    assert changes["own"] == changes["unknown"] == changes["recorded"] == 0.0
+    assert changes["others"] > 1e-3
+    assert changes["alone"] < LOG_PROBS
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_an_engine_and_the_learner_number_the_same_layers_with_experts(name: str) -> None:
+    config = config_of(name)
+    with torch.device("meta"):
+        model = build(without_noise(config), packed=False).model
+    routers = [path for path, module in model.named_modules() if type(module).__name__.lower().endswith("router")]
+    shape = RoutedShape.of(language_values(json.loads(config.to_json_string())))
+    assert shape is not None and shape.num_layers == config.num_hidden_layers
+    assert list(shape.layers) == [int(re.findall(r"layers\.(\d+)", path)[0]) for path in routers]
+    assert (shape.num_experts, shape.top_k) in {(8, 2), (4, 2), (4, 1)}
+    routing = Replay(model, replays=True, given=True)
+    assert len(routing.own(torch.zeros(5, len(shape.layers), shape.top_k))) == len(routers)
+    with refusal(ConfigRefused, place="learner.routing_replay"):
+        routing.own(torch.zeros(5, len(shape.layers) + 1, shape.top_k))
 
 
 def test_the_page_has_every_family() -> None:

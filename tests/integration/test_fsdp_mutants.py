@@ -26,6 +26,8 @@ class Trap(NamedTuple):
 
 
 ALONE = "test_fsdp_families.py::test_a_row_is_what_each_sequence_is_alone"
+GIVEN_BEHIND = ("policy", "places_T.to(experts_TK.device), experts_TK)", "places_T, experts_TK.roll(1, 0))")
+ROUTED = "test_fsdp_families.py::test_routers_of_two_ranks_take_known_experts"
 OF_EXPERTS = "test_fsdp_families.py::test_adapters_are_in_every_implementation_of_experts"
 TRAPS = {
     "masks that a family makes without the positions of the row": Trap(
@@ -70,6 +72,16 @@ TRAPS = {
     "names of experts in one tensor": Trap(
         (("weights", "kept | revert_weight_conversion(model, {", "kept | dict({"),),
         ("test_fsdp_model.py::test_experts_in_one_tensor_have_the_names_of_their_files", f"{ALONE}[qwen3_5_moe]"),
+    ),
+    "experts that are given to the tokens behind them in padded rows": Trap(
+        (GIVEN_BEHIND,), (f"{ROUTED}[glm_moe_dsa]",)
+    ),
+    "experts that are recorded and given in other places of padded rows": Trap(
+        (
+            GIVEN_BEHIND,
+            ("policy", "experts_NK[self._padded.places_T", "experts_NK[self._padded.places_T.roll(-1)"),
+        ),
+        (f"{ROUTED}[glm_moe_dsa]",),
     ),
     "means of gradients": Trap(
         (("model", "module.set_gradient_divide_factor(1.0)", "pass"),),

@@ -220,6 +220,21 @@ async def test_a_process_that_cannot_run_is_given_up_with_the_reason_until_the_n
         await host_row(bus, "h", lambda row: row.waits_for == "")
 
 
+async def test_a_process_with_a_wrong_password_is_started_again_when_its_file_changes(
+    open_bus: BusOpener, hosts: Hosts, tmp_path: Path
+) -> None:
+    file = tmp_path / "users" / "actor-0.env"
+    file.parent.mkdir()
+    file.write_text("TIDEMILL_BUS_USER=actor-0\n")
+    async with open_bus() as bus:
+        await configured(bus)
+        hosts("h", "--run", bus.run, "--users", str(file.parent), "actors=1")
+        await host_row(bus, "h", lambda row: "actor-0 given up: " in row.waits_for)
+        file.write_text("TIDEMILL_BUS_USER=actor-0\nTIDEMILL_BUS_PASSWORD=new\n")
+        await until_actors(bus, "actor-0")
+        await host_row(bus, "h", lambda row: row.waits_for == "")
+
+
 async def test_code_that_the_bus_names_is_not_run_unless_the_host_allows_it(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus, reward="tests.poison:ones")

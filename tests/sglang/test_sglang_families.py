@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +60,32 @@ def test_a_window_that_sglang_ignores_is_refused(python: str, name: str) -> None
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FAMILIES[name][0]]
     values = {**config_of(name).to_dict(), "architectures": [architecture]}
     refusal = find_refusal(values, config(python).sglang, context=512)
-    assert (refusal and refusal.key) == ("sliding_window" if name == "mistral" else None)
+    # No attention backend of a CPU has the chunks of llama4.
+    refused = {"mistral": "sliding_window", "llama4": "attention_chunk_size"}
+    assert (refusal and refusal.key) == refused.get(name)
     assert find_refusal(values, config(python).sglang, context=16) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "backend", "is_refused"),
+    [
+        ("Llama4ForConditionalGeneration", "fa3", False),
+        ("Llama4ForConditionalGeneration", "triton", True),
+        ("Llama4ForCausalLM", "fa3", True),  # whose chunks SGLang computes for the other class alone
+        ("Gemma3ForCausalLM", "triton", False),
+        ("Gemma3ForCausalLM", "flashinfer", False),
+        ("Gemma3ForCausalLM", "flex_attention", True),
+    ],
+)
+def test_a_window_that_an_attention_backend_ignores_is_refused(
+    python: str, architecture: str, backend: str, *, is_refused: bool
+) -> None:
+    name = "gemma3" if "Gemma" in architecture else "llama4"
+    values = {**config_of(name).to_dict(), "architectures": [architecture]}
+    settings = replace(config(python).sglang, arguments={"attention_backend": backend})
+    refusal = find_refusal(values, settings, context=512)
+    assert (refusal is not None) == is_refused
+    assert refusal is None or (backend in refusal.want and "engine.max_context" in refusal.cure)
 
 
 @pytest.mark.slow

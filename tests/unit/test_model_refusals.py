@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MistralConfig
 
 from tests.check_kit import write_run
 from tests.forked import completed
@@ -16,7 +17,7 @@ from tests.refusals import refusal
 from tests.tiny_models import DENSE, EXPERTS, tiny_config
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
-from tidemill.bus.wire.model_values import sparse_layers
+from tidemill.bus.wire.model_values import MISTRAL_WINDOW, routing_sizes, sparse_layers
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.sizes import FAMILIES, StepFlops, refusals
@@ -112,6 +113,14 @@ def test_values_that_only_look_alike_are_taken(family: str, changes: dict[str, A
     assert refused(family, changes) == []
 
 
+def test_a_mistral_without_the_key_has_the_window_of_transformers() -> None:
+    values = tiny_config("mistral", vocab_size=300).to_dict()
+    assert values.pop("sliding_window", 0) is None and MistralConfig().sliding_window == MISTRAL_WINDOW
+    for longest, named in ((MISTRAL_WINDOW, []), (MISTRAL_WINDOW + 1, ["m: sliding_window"])):
+        found = refusals(values | {"max_position_embeddings": longest}, where="m", tensor_parallel=1)
+        assert [error.field for error in found] == named
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "sizes", "named"),
     [
@@ -158,6 +167,30 @@ def test_ranks_that_do_not_divide_a_model_are_refused(
 def test_settings_of_experts_that_cannot_be(settings: dict[str, Any], message: dict[str, Any]) -> None:
     with refusal(ValueError, **message):
         LearnerConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "layers"),
+    [
+        ("qwen3", {"num_experts": 4}, None),
+        ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 2}, [1, 3]),
+        ("glm_moe_dsa", {"n_routed_experts": 4, "first_k_dense_replace": 3}, [3]),
+        ("glm_moe_dsa", {"n_routed_experts": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]}, [1, 2, 3]),
+        ("nemotron_h", {"n_routed_experts": 4, "hybrid_override_pattern": "ME*E"}, [1, 3]),
+        ("llama4_text", {"num_local_experts": 4, "interleave_moe_layer_step": 2}, [1, 3]),
+        ("lfm2_moe", {"num_experts": 4, "num_dense_layers": 2}, [2, 3]),
+        ("kimi_linear", {"num_experts": 4, "first_k_dense_replace": 1, "num_experts_per_token": 2}, [1, 2, 3]),
+        ("granitemoehybrid", {"num_local_experts": 0}, None),
+        ("solar_open", {"n_routed_experts": 4, "first_k_dense_replace": 1}, None),  # not known here
+    ],
+)
+def test_layers_whose_experts_are_numbered_by_the_keys_of_released_files(
+    family: str, values: dict[str, Any], layers: list[int] | None
+) -> None:
+    values = {"num_experts_per_tok": 2, "num_hidden_layers": 4, "model_type": family, **values}
+    if "num_experts_per_token" in values:
+        del values["num_experts_per_tok"]
+    assert routing_sizes(values) == (None if layers is None else (4, 4, 2, layers))
 
 
 def test_layers_with_experts() -> None:
@@ -286,3 +319,12 @@ def test_row_sizes_are_read_beside_files_named_like_pythons_own(
 def test_settings_of_experts_for_a_dense_model_are_refused(tmp_path: Path, setting: str, message: str) -> None:
     [found] = model_errors(tmp_path, "engine.kind=sglang", setting)
     assert setting.split("=")[0] in found and message in found and "remove the setting" in found
+
+
+def test_experts_of_an_engine_want_a_family_whose_layers_are_known(tmp_path: Path) -> None:
+    file, config = write_run(tmp_path), tmp_path / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "phi3"}))
+    for setting, wanted in (("none", []), ("rollout", ["layers with experts are not known"])):
+        report = check(load(file, ["engine.kind=sglang", f"learner.routing_replay={setting}"]), Purpose())
+        found = [error.text for error in report.errors]
+        assert len(found) == len(wanted) and all(words in text for words, text in zip(wanted, found, strict=True))

@@ -6,8 +6,11 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.check_kit import write_run
 from tests.refusals import refusal
@@ -15,7 +18,14 @@ from tidemill.actors.config import EngineConfig, SglangConfig
 from tidemill.actors.errors import EngineFailed, UnsupportedModel
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.sglang.engine import SglangEngine
-from tidemill.actors.serving.sglang.registry import MORE_MODELS, find_refusal, read_registry
+from tidemill.actors.serving.sglang.registry import (
+    LIMITS,
+    MORE_MODELS,
+    ServerCheck,
+    find_refusal,
+    read_registry,
+    windows_of,
+)
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
@@ -35,6 +45,23 @@ MODULES = {
     "ten": "from sglang.srt.models.layers import Layer, Window\n\n\nclass TenForCausalLM(Layer): ...\n\n\n"
     "EntryClass = [TenForCausalLM]\n",
 }
+BACKENDS = {
+    "attention_registry": "@register_attention_backend('masks')\ndef masks(runner):\n"
+    "    from sglang.srt.layers.attention.masks import Masks\n\n\n"
+    "@register_attention_backend('chunks')\ndef chunks(runner):\n"
+    "    from sglang.srt.layers.attention.chunks import Chunks\n"
+    "    from sglang.srt.hardware_backend.other.masks import Masks\n\n\n"
+    "@register_attention_backend('elsewhere')\ndef elsewhere(runner):\n"
+    "    from sglang.srt.hardware_backend.other.masks import Masks\n\n\n"
+    "@register_attention_backend('plain')\n@deprecated\ndef plain(runner):\n"
+    "    from sglang.srt.layers.attention.plain import Plain\n",
+    "masks": "layer.sliding_window_size\n",
+    "chunks": "layer.sliding_window_size, layer.use_irope if config.is_local_attention_model else None\n",
+    "plain": "",
+}
+"""Modules of attention backends: one has windows, one chunks, too, but not of every architecture, and one has none."""
+OTHER_DEVICE = "layer.use_irope\n"
+CHUNKED = "def is_local_attention_model(architectures):\n    return 'EightForCausalLM' in architectures\n"
 REGISTERED = {f"{number}ForCausalLM" for number in ("One", "Two", "Four", "Five", "Six", "Eight", "Nine", "Ten")}
 
 
@@ -46,6 +73,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (package / "sglang/__init__.py").write_text("raise ImportError('takes half a minute')")
     for name, text in MODULES.items():
         (package / f"sglang/srt/models/{name}.py").write_text(text)
+    (package / "sglang/srt/layers/attention").mkdir(parents=True)
+    for name, text in BACKENDS.items():
+        (package / f"sglang/srt/layers/attention/{name}.py").write_text(text)
+    (package / "sglang/srt/hardware_backend/other").mkdir(parents=True)
+    (package / "sglang/srt/hardware_backend/other/masks.py").write_text(OTHER_DEVICE)
+    (package / "sglang/srt/configs").mkdir()
+    (package / "sglang/srt/configs/model_config.py").write_text(CHUNKED)
     (package / "sglang-0.5.23.dist-info").mkdir()
     (package / "sglang-0.5.23.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.5.23\n")
     (tmp_path / "sglang/bin").mkdir()
@@ -86,6 +120,127 @@ def test_a_window_is_refused_where_the_code_of_the_model_has_none(
         assert find_refusal({**config, "architectures": [architecture]}, settings, context) is None
 
 
+@pytest.mark.parametrize(
+    ("architecture", "backend", "is_refused"),
+    [
+        ("EightForCausalLM", "masks", False),
+        ("EightForCausalLM", "chunks", False),
+        ("EightForCausalLM", "plain", True),
+        ("NineForCausalLM", "masks", True),  # its code has chunks, and this backend windows alone
+        ("NineForCausalLM", "chunks", True),  # which computes those of other architectures
+        ("EightForCausalLM", "unknown", True),
+        ("NineForCausalLM", "elsewhere", False),
+        ("NineForCausalLM", None, False),  # not known before the start
+    ],
+)
+def test_a_window_is_refused_where_the_attention_backend_has_none(
+    environment: dict[str, str], architecture: str, backend: str | None, *, is_refused: bool
+) -> None:
+    values = {"architectures": [architecture], "sliding_window": 16}
+    for arguments in (
+        {"attention-backend": backend},
+        {"attention_backend": "masks", "decode_attention_backend": backend},
+    ):
+        if architecture == "NineForCausalLM" and "decode_attention_backend" in arguments:
+            continue
+        settings = SglangConfig(python=sys.executable, environment=environment, arguments=arguments)
+        refused = find_refusal(values, settings, 17)
+        assert bool(refused) == is_refused
+        assert refused is None or ("attention_backend" in refused.cure and str(backend) in refused.want)
+        assert find_refusal(values, settings, 16) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"num_hidden_layers": 80},
+        {"use_sliding_window": True, "num_hidden_layers": 80},
+        {"use_sliding_window": True, "num_hidden_layers": 80, "max_window_layers": 80},
+        {"sliding_window": None},
+    ],
+)
+def test_a_missing_key_has_the_value_that_transformers_gives_it(values: JsonObject) -> None:
+    """Values of transformers' own configurations, made from the same settings, of every family but ``OTHER_KEYS``."""
+    compared = set()
+    for family in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - OTHER_KEYS):
+        try:
+            kind = CONFIG_MAPPING[family]().get_text_config()
+            config = type(kind)(**values)
+        except Exception:  # of any family's code: no such configuration
+            continue
+        if config.model_type in OTHER_KEYS:
+            continue
+        compared.add(config.model_type)
+        of_text = values | {"num_hidden_layers": getattr(config, "num_hidden_layers", 1)}
+        of_text |= {"model_type": config.model_type} if values else {}  # which not all releases have
+        is_text = config.model_type == family
+        written = {"model_type": family} | (of_text if is_text else {"text_config": of_text})
+        assert windows_of(written) == _windows(config), written
+    assert len(compared) > 100
+
+
+OTHER_KEYS = {
+    *("deepseek_v4", "inkling_text", "inkling2_text", "inkling2_loop_text", "recurrent_gemma"),
+    *("dots3_note", "dots3_note_text", "gemma4_assistant", "gemma4_unified_assistant"),
+}
+"""Families with other kinds of layers, another key, or another meaning of null; drafts of other models."""
+
+
+def _windows(config: Any) -> dict[str, int]:
+    """Return the windows of a configuration of transformers, which has every value."""
+    kinds = getattr(config, "layer_types", None)
+    found = {key: getattr(config, key, None) for kind, key in LIMITS if not kinds or kind in kinds}
+    return {key: window for key, window in found.items() if window}
+
+
+class Server(NamedTuple):
+    """What a server that runs reports."""
+
+    info: JsonObject
+    model: JsonObject | None
+
+
+@pytest.mark.parametrize(
+    ("server", "architecture", "words"),
+    [
+        (Server({"version": "0.5.23", "attention_backend": "masks"}, None), "EightForCausalLM", ""),
+        (Server({"version": "0.5.23", "attention_backend": "plain"}, None), "EightForCausalLM", "sliding_window"),
+        (Server({"version": "0.5.23"}, {"architectures": ["TenForCausalLM"]}), "TenForCausalLM", "sliding_window"),
+        (Server({"version": "0.5.23", "context_length": 16}, {}), "TenForCausalLM", ""),
+        (Server({"version": "0.5.24"}, {"architectures": ["TenForCausalLM"]}), "TenForCausalLM", "not known"),
+        (Server({"version": "0.5.23"}, {"architectures": ["OneForCausalLM"]}), "SixForCausalLM", "another arch"),
+    ],
+)
+def test_a_server_that_runs_is_refused_by_what_is_certain(
+    environment: dict[str, str],
+    server: Server,
+    architecture: str,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A server that was not started here has the code of this machine where the release is the same."""
+    values = {"architectures": [architecture]}
+    values |= {} if architecture == "SixForCausalLM" else {"sliding_window": 16}
+    url = "" if server.model is None else "http://127.0.0.1:9"
+    settings = SglangConfig(python=sys.executable, environment=environment, url=url)
+    check = ServerCheck.before(Path("config.json"), values, settings, 17)
+    if words == "sliding_window":
+        with refusal(UnsupportedModel, where="config.json: sliding_window"):
+            check.of_server(url, server.info, server.model)
+    else:
+        check.of_server(url, server.info, server.model)
+    assert (words in caplog.text) == (words != "sliding_window")
+    assert bool(caplog.text) == (words not in ("", "sliding_window"))
+
+
+def test_a_server_elsewhere_needs_no_installation_here() -> None:
+    settings = SglangConfig(python="/no/python", url="http://127.0.0.1:9")
+    check = ServerCheck.before(Path("config.json"), {"architectures": ["SixForCausalLM"]}, settings, 17)
+    assert check.registry is None
+
+
 def test_an_installation_with_further_models_is_left_to_itself(environment: dict[str, str]) -> None:
     assert read_registry(SglangConfig(python=sys.executable, environment={**environment, MORE_MODELS: "mine"})) is None
 
@@ -100,7 +255,11 @@ def test_an_interpreter_without_sglang_is_refused(python: str) -> None:
     ("values", "key", "words"),
     [
         ({"architectures": ["SevenForCausalLM"]}, "architectures", ["SevenForCausalLM", "engine.runner: transformers"]),
-        ({"architectures": ["TenForCausalLM"], "sliding_window": 8}, "sliding_window", ["8", "engine.max_context: 8"]),
+        (
+            {"model_type": "phi3", "architectures": ["TenForCausalLM"], "sliding_window": 8},
+            "sliding_window",
+            ["8", "engine.max_context: 8"],
+        ),
     ],
 )
 def test_check_and_engine_refuse_what_is_not_served(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tidemill.actors.errors import NotDecoded, UnsupportedModel
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.model_values import as_older
+from tidemill.bus.wire.model_values import MISTRAL_WINDOW, as_older
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.rewards.model_text import EndTokens
 
@@ -217,7 +217,7 @@ def _check_supported(config: JsonMapping, where: str) -> None:
         raise NotDecoded(f"{where}: hidden_act", f"want silu, got {config['hidden_act']!r}")
     if config.get("use_sliding_window") or set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise NotDecoded(f"{where}: use_sliding_window", "want full attention in every layer")
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", MISTRAL_WINDOW)
     if config["model_type"] == "mistral" and window is not None and window < config.get("max_position_embeddings", 0):
         raise NotDecoded(f"{where}: sliding_window", f"want null, or at least max_position_embeddings, got {window}")
     if config.get("quantization_config"):

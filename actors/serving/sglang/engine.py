@@ -18,10 +18,11 @@ from tidemill.actors.errors import EngineFailed, EngineUnavailable, UnsupportedM
 from tidemill.actors.serving.host import PROBE, EngineHost
 from tidemill.actors.serving.sglang.arguments import CPU_CHECKSUMS, NEWEST, Release, release_of, written
 from tidemill.actors.serving.sglang.proxy import Proxy
-from tidemill.actors.serving.sglang.registry import refuse_unserved
+from tidemill.actors.serving.sglang.registry import ServerCheck
 from tidemill.actors.serving.sglang.server_process import INFO_S, Api, ServerProcess
 from tidemill.actors.serving.sglang.tensors import layout_of
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
+from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.model_values import language_values
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.bus.wire.rows import Capabilities
@@ -64,27 +65,27 @@ class SglangEngine(EngineHost[SglangUpdates]):
             want = "want vocab_size, hidden_size and max_position_embeddings"
             raise UnsupportedModel(str(file), f"{want}: {error!r}") from error
         self._read_limits(vocab_size, context, experts=self.routed is not None)
-        if not self.config.sglang.url:
-            refuse_unserved(file, config, self.config.sglang, self.limits.max_context)
+        self._check = ServerCheck.before(file, config, self.config.sglang, self.limits.max_context)
         self._names = frozenset(tensor_names(self.model_dir))
 
     async def _open(self) -> Proxy:
         """Start the server, or find it, and wait until it answers. Raises EngineFailed with the server's last lines."""
         process = self._process = await ServerProcess.open(self.model_dir, self.config)
         self.api = process.api
-        self._updates = updates = await self._updates_of(process.api)
-        info = await process.api.call("GET", "/model_info", timeout_s=INFO_S) if self.config.sglang.url else {}
+        info = await process.api.call("GET", "/server_info", timeout_s=INFO_S)
+        self._updates = updates = self._updates_of(process.api, info)
+        model = await process.api.call("GET", "/model_info", timeout_s=INFO_S) if self.config.sglang.url else None
+        self._check.of_server(process.api.url, info, model)
         # Version 0 was not written since the server's start; any other may be another run's.
-        if str(info.get("weight_version")) == "0":
+        if model is not None and str(model.get("weight_version")) == "0":
             updates.version = max(0, self._first_version)
             await updates.run_shielded(updates.generate_as_is())
         watching = process.watch(lambda: updates.operation, updates.resume_if_abandoned)
         self._watching = asyncio.create_task(watching, name="sglang health")
         return Proxy(self, process.api, self.counters, f"{secrets.token_hex(4)} version", self.routed)
 
-    async def _updates_of(self, api: Api) -> SglangUpdates:
-        """Return the updates of a server by its release and its settings. Raises EngineFailed."""
-        info = await api.call("GET", "/server_info", timeout_s=INFO_S)
+    def _updates_of(self, api: Api, info: JsonMapping) -> SglangUpdates:
+        """Return the updates of a server by its release and its settings, its /server_info. Raises EngineFailed."""
         self.release = release = self._given_release or release_of(api.url, info.get("version"))
         if release > NEWEST:
             log.warning("SGLang %s is newer than the newest tested release, %s", info.get("version"), written(NEWEST))

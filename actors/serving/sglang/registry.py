@@ -2,9 +2,11 @@
 
 SGLang runs any other one by transformers, with weights under names that no push has been tried with, and says so in a
 line of its log alone. A model whose module cannot be imported there (missing kernels) is not found here. SGLang's code
-of some families ignores the window of the configuration: behind it, engine and learner would differ.
+of some families ignores the window of the configuration, and some attention backends ignore a window that the code has:
+behind it, engine and learner would differ.
 """
 
+import logging
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,8 @@ from tidemill.actors.errors import EngineFailed, UnsupportedModel
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.model_values import language_values
 
+log = logging.getLogger(__name__)
+
 PROGRAM = Path(__file__).parent / "inside" / "tidemill_registered_models.py"
 LIMIT_S = 60.0
 """Time limit of the program, which reads source files of a few megabytes, in seconds."""
@@ -25,6 +29,31 @@ MORE_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 """Variable of SGLang: a package with further models."""
 LIMITS = (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size"))
 """Kinds of layers that attend to a part of the context, and the key of config.json with its number of tokens."""
+_DEFAULTS = {
+    64: "modernbert-decoder",
+    128: "gpt_oss granite_swa granitemoe_swa",
+    129: "mimo_v2_flash",
+    256: "lfm3",
+    512: "beam dots3_note_text gemma3n_text gemma4_text lara_mini",
+    513: "flint kolibri1",
+    1024: "afmoe dory gemma4_unified_text",
+    3000: "moshi",
+    4096: "cohere2 cohere2_moe dots1 exaone4 exaone_moe gemma2 gemma3_text ministral mistral olmo3 vaultgemma"
+    " qwen2 qwen2_moe qwen3 qwen3_moe",
+    8192: "cwm llama4_text",
+}
+DEFAULTS = {family: window for window, families in _DEFAULTS.items() for family in families.split()}
+"""Window that transformers takes where a config.json has no such key; a test compares it with transformers' classes."""
+SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Families without windows unless ``use_sliding_window`` is true."""
+BEHIND = {"dots1": 62, "qwen2": 28, "qwen3": 28}
+"""Families whose layers from ``max_window_layers`` on have the window, where no list has the kinds of layers, and the
+default of that key.
+"""
+FULL = ("cohere_compass_text", "laguna", "mellum")
+"""Families without windows where no list has the kinds of layers."""
+EVERYWHERE = ("mistral", "mixtral", "moshi", "phi3", "phimoe", "starcoder2")
+"""Families that read no list of the kinds of layers: all have the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +72,15 @@ class Registry:
 
     release: str
     architectures: frozenset[str]
-    windowed: frozenset[str]
-    """Those that were asked for, and whose code gives a window to layers of attention."""
+    windowed: Mapping[str, frozenset[str] | None]
+    """Those that were asked for, and whose code gives a window to layers of attention, and the attention backends in
+    which it holds; None where the release has no list of backends.
+    """
 
-    def refusal(self, values: JsonMapping, context: int) -> Refusal | None:
-        """Return why a config.json is not served with sequences of up to ``context`` tokens; None: it is."""
+    def refusal(self, values: JsonMapping, context: int, backends: Sequence[str] = ()) -> Refusal | None:
+        """Return why a config.json is not served with sequences of up to ``context`` tokens; None: it is.
+        ``backends``: the attention backends, if they are known.
+        """
         builtin, served = "use engine.kind: builtin (engine.runner: transformers)", self.architectures
         if not served.intersection(architectures := architectures_of(values)):
             return Refusal(
@@ -57,14 +90,19 @@ class Registry:
                 cure=f"{builtin}, or a release of SGLang that has it",
             )
         for key, window in windows_of(values).items():
-            if window < context and not self.windowed.intersection(architectures):
+            if window >= context:
+                continue
+            limit = f"at least the longest sequence ({context})"
+            holding = next((self.windowed[name] for name in architectures if name in self.windowed), frozenset())
+            if holding is not None and not holding:
                 code = f"the code of SGLang {self.release} for {architectures[0]}"
-                return Refusal(
-                    key=key,
-                    want=f"at least the longest sequence ({context}), because {code} attends to all tokens",
-                    got=window,
-                    cure=f"{builtin}, or engine.max_context: {window}",
-                )
+                want = f"{limit}, because {code} attends to all tokens"
+                return Refusal(key=key, want=want, got=window, cure=f"{builtin}, or engine.max_context: {window}")
+            if holding is not None and (ignoring := [name for name in backends if name not in holding]):
+                code = f"SGLang {self.release} attends to all tokens of {architectures[0]} with {ignoring[0]}"
+                want = f"{limit}, or another attention backend ({', '.join(sorted(holding))}), because {code}"
+                cure = f"engine.sglang.arguments.attention_backend, {builtin}, or engine.max_context: {window}"
+                return Refusal(key=key, want=want, got=window, cure=cure)
         return None
 
 
@@ -76,14 +114,28 @@ def architectures_of(values: JsonMapping) -> list[str]:
 
 def windows_of(values: JsonMapping) -> dict[str, int]:
     """Return the number of tokens that a layer attends to at most, by its key in a config.json; none where all layers
-    attend to every token.
+    attend to every token. A key that is missing has the value that transformers gives it.
     """
-    values = language_values(values)
-    if values.get("use_sliding_window") is False:
+    of_text = language_values(values)
+    family = str(of_text.get("model_type") or f"{values.get('model_type')}_text")
+    family = next((name for name in (family, f"{family}_text") if name in DEFAULTS), family)
+    if of_text.get("use_sliding_window", family not in SWITCHED) is False:
         return {}
-    kinds = values.get("layer_types")
-    windows = {key: values.get(key) for kind, key in LIMITS if not isinstance(kinds, list) or kind in kinds}
-    return {key: window for key, window in windows.items() if isinstance(window, int)}
+    kinds = of_text.get("layer_types")
+    if not isinstance(kinds, list) or family in EVERYWHERE:
+        kinds = None if _has_windows(of_text, family) else []
+    present = [key for kind, key in LIMITS if kinds is None or kind in kinds]
+    default_key = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
+    defaults = {default_key: DEFAULTS.get(family)}
+    windows = {key: of_text.get(key, defaults.get(key)) for key in present}
+    return {key: window for key, window in windows.items() if isinstance(window, int) and window}
+
+
+def _has_windows(values: JsonMapping, family: str) -> bool:
+    """Return whether a family has layers with windows where no list has their kinds."""
+    layers, first = values.get("num_hidden_layers"), values.get("max_window_layers", BEHIND.get(family))
+    is_behind = family in BEHIND and isinstance(layers, int) and isinstance(first, int) and layers <= first
+    return not is_behind and family not in FULL
 
 
 def read_registry(settings: SglangConfig, architectures: Sequence[str] = (), program: str = "") -> Registry | None:
@@ -108,14 +160,73 @@ def read_registry(settings: SglangConfig, architectures: Sequence[str] = (), pro
         raise EngineFailed(settings.python, f"engine.sglang.python: want an interpreter: {error}") from error
 
 
+def backends_of(arguments: JsonMapping) -> list[str]:
+    """Return the attention backends that a server's arguments name, with hyphens or underscores."""
+    named = {name.replace("-", "_"): value for name, value in arguments.items()}
+    one = named.get("attention_backend")
+    both = [named.get(f"{phase}_attention_backend") or one for phase in ("prefill", "decode")]
+    return list(dict.fromkeys(str(name) for name in both if name))
+
+
 def find_refusal(values: JsonMapping, settings: SglangConfig, context: int, program: str = "") -> Refusal | None:
     """Return why the installation does not serve a model; ``values``: of its config.json. Raises EngineFailed."""
     registry = read_registry(settings, architectures_of(values), program)
-    return registry.refusal(values, context) if registry is not None else None
+    return None if registry is None else registry.refusal(values, context, backends_of(settings.arguments))
 
 
-def refuse_unserved(file: Path, values: JsonMapping, settings: SglangConfig, context: int) -> None:
-    """Raise UnsupportedModel for a model that the installation does not serve; ``values``: of its config.json."""
-    if refusal := find_refusal(values, settings, context):
-        want = f"want {refusal.want}, got {refusal.got}; {refusal.cure}"
-        raise UnsupportedModel(f"{file}: {refusal.key}", want)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCheck:
+    """What engine and server compute of a model's windows: before a server is started, and of one that runs."""
+
+    file: Path
+    """config.json of the model."""
+    values: JsonMapping
+    """Its content."""
+    context: int
+    """Tokens of the longest sequence."""
+    registry: Registry | None
+    """Of the installation at ``engine.sglang.python``; None = it has further models, or is not here."""
+
+    @classmethod
+    def before(cls, file: Path, values: JsonMapping, settings: SglangConfig, context: int) -> "ServerCheck":
+        """Read the installation; refuse a model that it does not serve, unless the server is another's. Raises
+        UnsupportedModel, EngineFailed.
+        """
+        try:
+            registry = read_registry(settings, architectures_of(values))
+        except EngineFailed:
+            if not settings.url:
+                raise
+            registry = None
+        check = cls(file=file, values=values, context=context, registry=registry)
+        if registry is not None and not settings.url:
+            check._refuse(registry, context, backends_of(settings.arguments))
+        return check
+
+    def of_server(self, url: str, info: JsonMapping, model: JsonMapping | None) -> None:
+        """Refuse a server that computes another model. ``info``: its /server_info; ``model``: its /model_info, if it
+        was not started here. What cannot be known of its code is a warning. Raises UnsupportedModel.
+        """
+        own = info.get("context_length")
+        context, backends = min(self.context, own if isinstance(own, int) else self.context), backends_of(info)
+        if model is None:
+            if self.registry is not None:
+                self._refuse(self.registry, context, backends)
+            return
+        served, ours = architectures_of(model), architectures_of(self.values)
+        if served and not set(served) & set(ours):
+            log.warning("sglang serves another architecture url=%s served=%s config.json=%s", url, served, ours)
+        if self.registry is not None and self.registry.release == info.get("version"):
+            self._refuse(self.registry, context, backends)
+        elif short := {key: window for key, window in windows_of(self.values).items() if window < context}:
+            log.warning(
+                "sglang url=%s version=%s attention_backend=%s: its code is not on this machine, so it is not known"
+                " whether its attention has the window of config.json (%s); behind it log-probs would differ. Set"
+                " engine.sglang.python to an environment with this release, which is read, or engine.max_context",
+                *(url, info.get("version"), ",".join(backends), short),
+            )
+
+    def _refuse(self, registry: Registry, context: int, backends: Sequence[str]) -> None:
+        if refusal := registry.refusal(self.values, context, backends):
+            want = f"want {refusal.want}, got {refusal.got}; {refusal.cure}"
+            raise UnsupportedModel(f"{self.file}: {refusal.key}", want)

@@ -65,6 +65,13 @@ def _fit_falcon_h1(settings: dict[str, Any]) -> None:
     settings["mamba_d_ssm"] = settings["mamba_n_heads"] * settings["mamba_d_head"]
 
 
+def _fit_zamba2(settings: dict[str, Any]) -> None:
+    width = settings["hidden_size"]
+    settings["mamba_headdim"] = settings["mamba_expand"] * width // settings["n_mamba_heads"]
+    settings["attention_hidden_size"] = 2 * width
+    settings["head_dim"] = 2 * width // settings["num_attention_heads"]
+
+
 def _mix_minimax(forward: Callable[..., Any], hidden_BLH: Tensor, **arguments: Any) -> Tensor:
     return first_output(forward, hidden_BLH, attention_mask=None, **arguments)
 
@@ -78,6 +85,16 @@ FAMILIES = {
         mix=_mix_minimax,
         result=lambda hidden_1TH: (hidden_1TH, None),
         fit=lambda settings: settings.update(block_size=8),
+    ),
+    # Its layers hold two attentions each, and their number has a name of its own.
+    "longcat_flash": Family(fit=lambda settings: settings.update(num_layers=2)),
+    # The widths of its states and of its shared attention are computed from others.
+    "zamba2": Family(fit=_fit_zamba2),
+    # A recurrent state without a convolution. The width stands alone, because there is no attention.
+    "xlstm": Family(
+        is_mixer=lambda module: type(module).__name__ == "xLSTMLayer",
+        result=lambda hidden_1TH: (hidden_1TH, None),
+        fit=lambda settings: settings.update(hidden_size=64, embedding_dim=64, num_heads=4, num_blocks=2),
     ),
 }
 """Rules by ``model_type`` (docs/families.md)."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.bus.system.functions import described
@@ -87,6 +86,22 @@ def parts_of(config: Any) -> Iterator[Any]:
             yield from parts_of(part)
 
 
+class PaddedRow(NamedTuple):
+    """A row whose sequences are padded on the right to the longest."""
+
+    sequences: int
+    longest: int
+    places_T: Tensor
+    """Place of each token of the packed row among the ``sequences * longest`` tokens, in host memory."""
+
+    @classmethod
+    def of(cls, packed: PackedRow) -> "PaddedRow":
+        lengths = [length for _, length in packed.spans]
+        longest = max(lengths)
+        places = [torch.arange(length) + number * longest for number, length in enumerate(lengths)]
+        return cls(len(lengths), longest, torch.cat(places))
+
+
 class Transformer(NamedTuple):
     """A model of transformers that computes rows in one layout."""
 
@@ -109,11 +124,13 @@ class Transformer(NamedTuple):
             assert positions_T is not None
             states = base(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
             return states.last_hidden_state[0]  # type: ignore[no-any-return]
-        lengths = [length for _, length in packed.spans]
-        tokens_SL = pad_sequence(list(tokens_T.split(lengths)), batch_first=True)
-        positions_SL = torch.arange(tokens_SL.shape[1], device=tokens_T.device).expand_as(tokens_SL)
+        padded = PaddedRow.of(packed)
+        places_T = padded.places_T.to(tokens_T.device)
+        tokens_SL = tokens_T.new_zeros(padded.sequences * padded.longest).index_copy(0, places_T, tokens_T)
+        tokens_SL = tokens_SL.view(padded.sequences, padded.longest)
+        positions_SL = torch.arange(padded.longest, device=tokens_T.device).expand_as(tokens_SL)
         states_SLH = base(input_ids=tokens_SL, position_ids=positions_SL, use_cache=False).last_hidden_state
-        return torch.cat([states_LH[:length] for states_LH, length in zip(states_SLH, lengths, strict=True)])
+        return states_SLH.flatten(0, 1)[places_T]  # type: ignore[no-any-return]
 
     def _refuse_long(self, packed: PackedRow) -> None:
         limit, longest = same_angles(self.model.config), max(map(sum, packed.spans), default=0)

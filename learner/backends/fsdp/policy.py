@@ -9,8 +9,8 @@ the experts of each token in them: recorded or given, and taken again in trainin
 The last ``topk`` of a router over all its experts is its choice. Inside the forward pass of a router that ``topk``
 gives the known experts with their own values, so weights and gradients are those of the current router.
 Sources: Zheng et al. 2025 (Group Sequence Policy Optimization), section 5.3; Ma et al. 2025 (arXiv 2510.11370).
-Shape letters: T = tokens of a packed row, H = hidden size, V = vocabulary, E = layers with experts, K = experts of a
-token.
+Shape letters: T = tokens of a packed row, N = tokens that routers get, with padding where rows are padded, H = hidden
+size, V = vocabulary, E = layers with experts, K = experts of a token.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +27,11 @@ from torch.overrides import TorchFunctionMode
 from tidemill.learner.backends.fsdp import weights
 from tidemill.learner.backends.fsdp.lora import Adapters, add_adapters, tuned
 from tidemill.learner.backends.fsdp.model import Changed, FsdpModel, Place, open_model, unchanged
-from tidemill.learner.backends.fsdp.opening import names_of_heads
+from tidemill.learner.backends.fsdp.opening import PaddedRow, names_of_heads
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.kernels.logprobs import log_probs_and_entropy
 from tidemill.learner.kernels.packed_rows import PackedRow
 from tidemill.learner.layout.parallel import Parallel
-from tidemill.learner.settings.config import ROLLOUT
 from tidemill.learner.settings.optimizer import Tuning
 from tidemill.learner.trainer.backend import Finish, Head, Input, ModelInput, ReplayModes, Result
 from tidemill.learner.trainer.exports import digest_of, digest_of_kept
@@ -44,10 +43,16 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 class Replay(ReplayModes):
     """The routers of one model, which runs its rows one after the other, each forward and backward."""
 
-    def __init__(self, model: torch.nn.Module, *, replays: bool = False, given: bool = False) -> None:
-        """``given``: the rows have their experts already. Raises ConfigRefused for a model without known routers."""
+    def __init__(
+        self, model: torch.nn.Module, *, replays: bool = False, given: bool = False, packed: bool = True
+    ) -> None:
+        """``given``: the rows have their experts already. ``packed``: the model computes packed rows, else padded ones.
+        Raises ConfigRefused for a model without known routers.
+        """
         super().__init__(given=given)
         self._row: PackedRow | None = None
+        self._packed = packed
+        self._padded: PaddedRow | None = None
         self._routers = [_Router(module) for module in model.modules() if _is_router(module)] if replays else []
         if replays and not self._routers:
             want = "none for a model without routers that transformers names"
@@ -56,9 +61,14 @@ class Replay(ReplayModes):
             router.module.forward = partial(self._routed, place, router.module.forward)
 
     def own(self, experts_TEK: Tensor) -> tuple[Tensor, ...]:
-        """Return the given experts, [T, layers with experts, K], of this model's layers, [T, K] each."""
+        """Return the given experts, [T, layers with experts, K], of this model's layers, [T, K] each. Raises
+        ConfigRefused for those of another number of layers: the layers of a wrong file would be shifted in silence.
+        """
         if not self._given:
             return ()
+        if experts_TEK.shape[1:] != (shape := (len(self._routers), self._routers[0].top_k)):
+            want = f"experts of {shape[0]} layers and {shape[1]} experts of a token, as the model has"
+            raise ConfigRefused("learner.routing_replay", want, f"{experts_TEK.shape[1]} and {experts_TEK.shape[2]}")
         return tuple(experts_TEK[:, place].contiguous() for place in range(len(self._routers)))
 
     def observe(self, ranks: Parallel) -> None:
@@ -68,24 +78,40 @@ class Replay(ReplayModes):
     def row(self, packed: PackedRow) -> Iterator[None]:
         """Record or replay one row's forward and backward pass, which happen inside the context."""
         self._row = packed
+        if self._routers and not self._packed:
+            self._padded = PaddedRow.of(packed)
         try:
             yield
         finally:
-            self._row = None
+            self._row = self._padded = None
 
     def _routed(self, place: int, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         row, router = self._row, self._routers[place]
         if row is None or not self._mode or (self._mode == "replay" and not row.experts):
             return forward(*arguments, **named)
-        choice = _Choice(router, row.experts[place] if self._mode == "replay" else None)
+        choice = _Choice(router, self._of_router(row.experts[place]) if self._mode == "replay" else None)
         with choice:
             result = forward(*arguments, **named)
-        if choice.chosen_TK is None:
+        if choice.chosen_NK is None:
             want = f"none for a model whose {type(router.module).__name__} chooses experts without torch.topk"
             raise ConfigRefused("learner.routing_replay", want, self._mode)
         if self._mode == "record":
-            row.experts = (*row.experts[:place], choice.chosen_TK.detach().to(torch.int16), *row.experts[place + 1 :])
+            chosen_TK = self._of_row(choice.chosen_NK.detach().to(torch.int16))
+            row.experts = (*row.experts[:place], chosen_TK, *row.experts[place + 1 :])
         return result
+
+    def _of_router(self, experts_TK: Tensor) -> Tensor:
+        """Return the experts of a row's tokens in the places in which routers get them; those of padding are unknown,
+        and nothing reads its outputs.
+        """
+        if self._padded is None:
+            return experts_TK
+        experts_NK = experts_TK.new_full((self._padded.sequences * self._padded.longest, experts_TK.shape[1]), -1)
+        return experts_NK.index_copy(0, self._padded.places_T.to(experts_TK.device), experts_TK)
+
+    def _of_row(self, experts_NK: Tensor) -> Tensor:
+        """Return the experts of a row's tokens by those of a router's."""
+        return experts_NK if self._padded is None else experts_NK[self._padded.places_T.to(experts_NK.device)]
 
 
 class _Router:
@@ -94,17 +120,19 @@ class _Router:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module: Any = module
         self.top_k = int(_first(self.module, ("top_k", "num_experts_per_tok")))
-        self.num_experts = int(_first(self.module, ("num_experts", "num_local_experts", "n_routed_experts")))
+        # longcat_flash chooses among experts that do nothing, too, which this attribute of its routers counts.
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self.num_experts = int(getattr(self.module, "n_routed_experts", None) or _first(self.module, names))
 
 
 class _Choice(TorchFunctionMode):
     """Context in which a ``topk`` of a router over its experts gives the known ones, and is recorded."""
 
-    def __init__(self, router: _Router, experts_TK: Tensor | None) -> None:
-        """``experts_TK``: the known experts, -1 = not known; None = the router chooses all."""
+    def __init__(self, router: _Router, experts_NK: Tensor | None) -> None:
+        """``experts_NK``: the known experts, -1 = not known; None = the router chooses all."""
         super().__init__()
-        self._router, self._experts_TK = router, experts_TK
-        self.chosen_TK: Tensor | None = None
+        self._router, self._experts_NK = router, experts_NK
+        self.chosen_NK: Tensor | None = None
         """Experts of the last ``topk``."""
 
     def __torch_function__(
@@ -115,11 +143,11 @@ class _Choice(TorchFunctionMode):
         if func not in _TOPK or not self._chooses(args[0], result):
             return result
         values, own = result
-        if self._experts_TK is not None:
-            experts = self._experts_TK.reshape(own.shape)
+        if self._experts_NK is not None:
+            experts = self._experts_NK.reshape(own.shape)
             own = torch.where(experts < 0, own, experts.to(own.dtype))
             values = args[0].gather(-1, own)
-        self.chosen_TK = own.reshape(-1, own.shape[-1])
+        self.chosen_NK = own.reshape(-1, own.shape[-1])
         return torch.return_types.topk((values, own))
 
     def _chooses(self, scores: Tensor, result: tuple[Tensor, Tensor]) -> bool:
@@ -342,24 +370,15 @@ def build_policy(
             prepare=partial(add_adapters, config=tuning.lora),
         )
         adapters = tuned(root, tuning)
-    if replays:
-        _require_packed(root, ROLLOUT if given else "old")
     return FsdpPolicy(
         root=root,
         parallel=parallel,
         dtype=dtype,
         model_dir=model_dir,
         memory=memory,
-        routing=Replay(root.transformer, replays=replays, given=given),
+        routing=Replay(root.transformer, replays=replays, given=given, packed=root.findings.packed),
         replays=replays,
         adapters=adapters,
         fused=fused,
         kept="" if value_head else digest_of_kept(model_dir, parallel.device),
     )
-
-
-def _require_packed(root: FsdpModel, replay: str) -> None:
-    """Raise ConfigRefused if rows are padded, in which experts of tokens are not replayed."""
-    if not root.findings.packed:
-        want = f"none for {root.family}, whose sequences are computed in padded rows"
-        raise ConfigRefused("learner.routing_replay", want, replay)

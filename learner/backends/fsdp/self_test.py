@@ -34,6 +34,8 @@ LARGEST = 64_000_000
 """Parameters of the small model above which its test would take longer than a start may."""
 _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
 """Settings by which families multiply or divide their logits."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Settings with the soft cap of the logits."""
 
 
 class Head(NamedTuple):
@@ -224,7 +226,7 @@ def _find_head(plain: Transformer, sequences: Sequence[Tensor], logits: Sequence
 def _heads(config: Any) -> Iterator[Head]:
     config = config.get_text_config()
     factors = [float(factor) for name in _SCALES if (factor := getattr(config, name, None))]
-    cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+    cap = next((float(cap) for name in _CAPS if (cap := getattr(config, name, None))), 0.0)
     for scale in (1.0, *factors, *(1 / factor for factor in factors)):
         yield Head(scale, cap)
 
@@ -257,7 +259,7 @@ _LIMITS = {
 """Largest values by the names of transformers' settings."""
 _WIDTHS, _WIDTH = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"), 32
 """Ends of the names of sizes within layers that nothing else depends on, and their largest value."""
-_INDICES = ("full_attn_idxs", "moe_layers", "mlp_only_layers", "moe_layer_indices")
+_INDICES = ("full_attn_idxs", "moe_layers", "mlp_only_layers", "moe_layer_indices", "hybrid_layer_ids")
 """Settings that list the numbers of layers."""
 _MOST_LAYERS = 8
 Settings = dict[str, Any]
