@@ -10,6 +10,7 @@ duplicate.
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -81,7 +82,7 @@ class Host:
         self._view = LiveView(bus)
         self._draining: dict[str, asyncio.Task[object]] = {}
         self._logged: set[str] = set()  # Processes that are given up, and logged as such
-        self._user_files: dict[str, float] = {}  # Time of the credentials with which each process was started
+        self._credentials: dict[str, str] = {}  # Digest of the credentials with which each process was started
         self._revision = -1
         self.counts: dict[str, int] = {}  # Desired number of processes of this host by role, as last read
 
@@ -140,8 +141,8 @@ class Host:
         kept = [name for role in ROLES for name in self._supervisor.names(role)]
         given_up = self._supervisor.given_up
         for name in kept:
-            tried_again = revision != self._revision or self._user_file_s(name) != self._user_files.get(name)
-            if not any(name in names for names in slots.values()) or (name in given_up and tried_again):
+            tried_again = name in given_up and (revision != self._revision or self._has_new_credentials(name))
+            if tried_again or not any(name in names for names in slots.values()):
                 self._drain(name)
         self._devices.keep_only(kept, desired=slots["engine"])
         self._unplaced = {name: reason for name, reason in self._unplaced.items() if name in slots["engine"]}
@@ -169,7 +170,7 @@ class Host:
             self._unplaced[name] = str(error)
             return
         self._unplaced.pop(name, None)
-        self._user_files[name] = self._user_file_s(name)
+        self._credentials[name] = self._credentials_digest(name)
         self._supervisor.keep(name, self._arguments(role, name), environment=environment)
 
     def _environment(self, role: str, name: str) -> dict[str, str]:
@@ -184,12 +185,16 @@ class Host:
         files = itertools.chain(*(self._users or {}).values())
         return next((file for file in files if file.stem == name), None)
 
-    def _user_file_s(self, name: str) -> float:
-        """Return the time of the last change of a process's credentials; 0 without any."""
+    def _credentials_digest(self, name: str) -> str:
+        """Return the digest of the file with a process's credentials; empty without one."""
         file = self._user_file(name)
         with contextlib.suppress(OSError):  # it is being replaced
-            return file.stat().st_mtime if file else 0.0
-        return 0.0
+            return hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
+        return ""
+
+    def _has_new_credentials(self, name: str) -> bool:
+        """Return whether a process would be started with other credentials than before."""
+        return self._credentials_digest(name) not in ("", self._credentials.get(name))
 
     def _drain(self, name: str) -> None:
         """Drain a process; if it is desired again, it is started after the end: never two of one name."""
