@@ -60,6 +60,7 @@ class HeartbeatPublisher:
         self.written_s = float("-inf")  # Monotonic time of the last write that succeeded
         self._bus, self._rows, self._every_s = bus, bus.rows(_BUCKET), every_s
         self._waiter, self._meter = Waiter(), UseMeter(children=row.role not in _PARENTS)
+        self._use_failed = False
         self._beating: asyncio.Task[None] | None = None
         self._ending = False
         # States of the row so far, and the number of them at the state that was stored last
@@ -109,8 +110,7 @@ class HeartbeatPublisher:
         while not self._ending:
             changes = self._changes
             try:
-                use = self._meter.read(self.row.capabilities.devices)
-                row = dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals), "use": use}
+                row = dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals), "use": self._use()}
                 async with asyncio.timeout(timeout_s):
                     await self._rows.put(_key(self.row), row)
                 self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
@@ -119,6 +119,18 @@ class HeartbeatPublisher:
                 self.last_error = str(error) or await self._bus.full() or f"no answer for {timeout_s:.1f} s"
                 _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)
             await self._waiter.wait(self._every_s)
+
+    def _use(self) -> dict[str, Any]:
+        """Return the use of the machine; empty where it cannot be read: the row matters more."""
+        try:
+            return self._meter.read(self.row.capabilities.devices)
+        except Exception as error:  # for example no further thread may be started
+            if not self._use_failed:
+                _log.warning(
+                    "use of the machine not read, its row goes on without key=%s error=%r", _key(self.row), error
+                )
+            self._use_failed = True
+            return {}
 
 
 class LiveView:

@@ -73,6 +73,13 @@ def make_turns(**changes: Any) -> Turns:
     return Turns(**{**fields, **changes})
 
 
+async def issue(bus: Bus, to: int) -> None:
+    """Issue tasks up to this id, behind a fence."""
+    await bus.tasks.fence(1)
+    while await bus.tasks.last_id() < to:
+        await bus.tasks.issue(make_task(bus.run, epoch=1))
+
+
 def make_task(run: str = "r", *, epoch: int = 1, offset: int = 0, **changes: Any) -> Task:
     fields: dict[str, Any] = {
         "run": run,

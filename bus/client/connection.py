@@ -41,6 +41,8 @@ _FORBIDDEN_S = 10.0  # Seconds for which a forbidden subject is not tried again;
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 # Prefix of requests that may be refused: the server removes idle consumers by itself, too
 _CLEANUP = "$js.api.consumer.delete."
+_ROW = "$kv.tm_"  # Prefix of rows of any run, in lower case
+_SHADOW = "shadow-"  # Prefix of the user of a shadow learner ``NAME``, which writes the rows of the run ``<run>-NAME``
 # Parts of the server's errors for a wrong user or password, in lower case
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
 _LOGIN_LATE = "authentication timeout"  # of a server that many clients reach at once: no word about the password
@@ -340,9 +342,22 @@ class Connection:
         if error.verb == "publish":
             self._forbidden[subject.lower()] = (error, time.monotonic())
             claimed = any([listener(error) for listener in list(self._forbidden_listeners)])
-        if not claimed:  # changes of rows are also read, every few seconds
-            is_change = error.verb == "subscribe" and subject.startswith("$kv.")
-            _log.log(logging.INFO if is_change else logging.ERROR, "bus: %s", error)
+        if claimed:
+            return
+        # Without the subscription to a row's changes a process still reads the row every few seconds (``Rows.watch``).
+        if error.verb == "subscribe" and subject.lower().startswith(_ROW):
+            level = logging.INFO if self._is_own_row_of_shadow(subject) else logging.WARNING
+            self._repeated(f"bus: changes of {subject} are seen late", str(error), level=level)
+        else:
+            _log.error("bus: %s", error)
+
+    def _is_own_row_of_shadow(self, subject: str) -> bool:
+        """Return whether a shadow's user writes this row: no user subscribes to what it writes, or it could answer
+        itself in a circle.
+        """
+        bucket = subject.lower().removeprefix(_ROW).partition(".")[0]
+        name = self.user.lower().removeprefix(_SHADOW)
+        return self.user.startswith(_SHADOW) and bucket.rpartition("_")[0].endswith(f"-{name}")
 
     async def _on_disconnected(self) -> None:
         if self._closing or not self.connected:

@@ -77,6 +77,7 @@ def _short(text: str) -> str:
     return plain if len(text) <= _MAX_TEXT else f"{plain}..."
 
 
+_STORED_BYTES = 34  # What nats-server adds to subject, headers and data in a file
 _ANSWER_S = 2.0  # Deadline of one attempt
 RETRY_FOR_S = 15.0  # Seconds for which a request is repeated: a killed server is back within a second or so
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
@@ -100,6 +101,12 @@ class Message(NamedTuple):
     def size_bytes(self) -> int:
         """Size of the data, which the server puts into a header where it delivers headers only."""
         return len(self.data) or subjects.natural(self.headers.get("Nats-Msg-Size", "")) or 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size by which it counts in its stream, to some ten bytes."""
+        headers = sum(len(name) + len(value) + 4 for name, value in self.headers.items())
+        return _STORED_BYTES + len(self.subject) + headers + self.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,20 +221,12 @@ class JetStream:
     async def purge_subject(self, stream: str, subject: str) -> None:
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
-    async def purge_tasks(self, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
-        """Remove messages of tasks with ids < ``below``, and of subjects that name no task (``task.007``): no process
-        of the run publishes these. ``subject_of``: filter of a task's subjects, ``*`` = any.
-        """
+    async def delete(self, stream: str, seq: int) -> None:
+        """Remove a message, if it is there."""
         try:
-            counts = await self.subjects(stream, subject_of("*"))
-        except NotFound:
-            return
-        tasks = {subject: subjects.task_named(subject) for subject in counts}
-        removed = {subject_of(task) for task in tasks.values() if task is not None and task < below}
-        # nats-server stores a message on a subject that ends with ``*``, too; removed by it, all others would go
-        removed |= {subject for subject, task in tasks.items() if task is None and subjects.is_literal(subject)}
-        for subject in removed:
-            await self.purge_subject(stream, subject)
+            await self.call(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
+        except (NotFound, Refused) as error:  # removed meanwhile, or by a request whose answer was lost
+            _log.info("bus: message not removed stream=%s seq=%d reason=%s", stream, seq, error)
 
     async def _get_any(self, stream: str, request: Mapping[str, object]) -> Message | None:
         try:

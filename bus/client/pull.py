@@ -5,7 +5,8 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import aclosing
 from typing import Self, overload
 
 from nats.aio.msg import Msg
@@ -13,8 +14,9 @@ from nats.aio.subscription import Subscription
 
 from tidemill.bus.client.connection import FOREIGN, RETRY_S, before_retry
 from tidemill.bus.client.jetstream import JetStream, Message, StreamState
-from tidemill.bus.errors import BusUnavailable, NotFound
+from tidemill.bus.errors import BusUnavailable, Forbidden, NotFound
 from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire import subjects
 from tidemill.bus.wire.subjects import delivery, natural
 
 _log = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ _MISSED_S = 2.5 * _HEARTBEAT_S  # Silence after which the consumer is replaced: 
 _EXPIRES_S = 30.0
 _INACTIVE_S = 60.0  # Seconds without requests after which the server removes a consumer
 _NS = 1_000_000_000
+MAX_REMOVALS = 10_000  # Requests of one ``remove_tasks``, 0.3 ms each on two shared cores
 
 
 class OrderedPull:
@@ -259,6 +262,56 @@ async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequ
     """Return whether the stream's leader has a message in this range."""
     messages = [await jet.next(stream, first, subject) for subject in filters or (">",)]
     return any(message is not None and message.seq <= last for message in messages)
+
+
+async def remove_tasks(jet: JetStream, stream: str, subject_of: Callable[[int | str], str], below: int) -> bool:
+    """Remove messages of tasks with ids < ``below``, of tasks that are not issued yet, and of subjects that name no
+    task (``task.007``, ``task.*``): no process of the run publishes the last two.
+
+    ``subject_of``: filter of a task's subjects, ``*`` = any. Returns False after ``MAX_REMOVALS`` requests, when
+    messages are left for the next call.
+    """
+    try:
+        end = (await jet.state(stream)).last_seq + 1
+        counts = await jet.subjects(stream, subject_of("*"))
+        # Read last: of a task with a larger id, no message before ``end`` can come from a process of the run.
+        last_id = (await jet.state(subjects.stream(jet.run, subjects.TASKS))).last_seq
+    except NotFound:
+        return True
+    tasks = {subject: subjects.task_named(subject) for subject in counts}
+    numbers = {task for task in tasks.values() if task is not None}
+    # The newest ones first: thousands of forged messages of older tasks do not keep them in the stream.
+    filters = [subject_of(task) for task in sorted(numbers, reverse=True) if task < below]
+    filters += [subject_of(task) for task in numbers if task > last_id and task >= below]
+    filters += [subject for subject, task in tasks.items() if task is None and subjects.is_literal(subject)]
+    for subject in filters[:MAX_REMOVALS]:
+        await jet.purge(stream, end, subject=subject)
+    left = MAX_REMOVALS - len(filters)
+    wildcards = {subject for subject, task in tasks.items() if task is None and not subjects.is_literal(subject)}
+    return left >= 0 and await _remove_each(jet, stream, wildcards, left)
+
+
+async def _remove_each(jet: JetStream, stream: str, wildcards: Collection[str], most: int) -> bool:
+    """Remove messages of subjects such as ``task.*`` and ``task.>``, one by one: a purge would take ``*`` for any task.
+
+    nats-server stores a message on such a subject. Returns False after ``most`` messages, when others are left.
+    """
+    # Without a filter: none matches ``>``. Only where there are such messages, and without the data
+    if not wildcards:
+        return True
+    async with aclosing(present(jet, stream, 1, headers_only=True)) as messages:  # type: ignore[type-var]
+        async for message in messages:
+            if message.subject not in wildcards:
+                continue
+            if not most:
+                return False
+            most -= 1
+            try:
+                await jet.delete(stream, message.seq)
+            except Forbidden as error:  # the users of this server were made by an older release
+                _log.warning("bus: messages on subjects with a wildcard stay: %s", error)
+                return True
+    return True
 
 
 # Acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease

@@ -89,6 +89,9 @@ class _Rights:
             api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
+        for name in (subjects.PARTIALS, subjects.TURNS, subjects.DEAD):  # where any actor writes any task's subject
+            if (stream := subjects.stream(self._run, name)) in self._streams:
+                api.append(_api(f"STREAM.MSG.DELETE.{stream}"))
         for shadow in map(self._of_shadow, self._config.auth_shadows):
             api += [_api(f"STREAM.{verb}.{name}") for verb in ("CREATE", "UPDATE", "INFO") for name in shadow._streams]
         return [*run, *api], [*run, *subjects.acks(self._run, self._rollouts)], []

@@ -8,7 +8,7 @@ import msgspec
 
 from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
-from tidemill.bus.client.pull import OrderedPull, present
+from tidemill.bus.client.pull import OrderedPull, present, remove_tasks
 from tidemill.bus.errors import NotFound, Refused, WireError
 from tidemill.bus.system.output import FailureLog
 from tidemill.bus.wire import subjects
@@ -98,17 +98,32 @@ class DeadLetters:
         tasks = map(subjects.task_named, await self._jet.subjects(self._stream, subjects.dead(self._jet.run, "task")))
         return sorted(task for task in tasks if task is not None)
 
-    async def trim_reports(self, below: int) -> None:
-        """Remove the reports of single failures of tasks with ids < ``below``."""
-        await self._trim("report", below)
+    async def size_bytes(self) -> int:
+        """Return the size of the stream: letters, decisions, reports and whatever else is stored there."""
+        return (await self._jet.state(self._stream)).bytes
 
-    async def trim_letters(self, below: int) -> None:
-        """Remove dead tasks with ids < ``below``, and the decisions on them."""
-        for kind in ("word", "task"):
-            await self._trim(kind, below)
+    async def letters_bytes(self) -> int:
+        """Return the size of the dead letters and the decisions on them, as the stream counts them."""
+        filters = [self._tasks, self._decisions]
+        stored = present(self._jet, self._stream, 1, filters=filters, headers_only=True)
+        return sum([message.stored_bytes async for message in stored])
 
-    async def _trim(self, kind: str, below: int) -> None:
-        await self._jet.purge_tasks(self._stream, lambda task: subjects.dead(self._jet.run, kind, task), below)
+    async def trim_reports(self, below: int) -> bool:
+        """Remove the reports of single failures of tasks with ids < ``below``, and of tasks that there are not.
+
+        Returns False when there are so many that the rest is left for the next call.
+        """
+        return await self._trim("report", below)
+
+    async def trim_letters(self, below: int) -> bool:
+        """Remove dead tasks with ids < ``below`` and the decisions on them, and those of tasks that there are not.
+
+        Returns False when there are so many that the rest is left for the next call.
+        """
+        return all([await self._trim(kind, below) for kind in ("word", "task")])
+
+    async def _trim(self, kind: str, below: int) -> bool:
+        return await remove_tasks(self._jet, self._stream, lambda task: subjects.dead(self._jet.run, kind, task), below)
 
     def _read(self, delivered: Message) -> Dead | DeadLetterDecision | None:
         return self._jet.refusals.read(subjects.DEAD, delivered.seq, partial(_decode, delivered))

@@ -20,6 +20,7 @@ from typing import Any
 
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
+from tidemill.bus.client.pull import remove_tasks
 from tidemill.bus.client.rows import Rows
 from tidemill.bus.errors import BusError, BusUnavailable, DetailedError, Refused, WireError
 from tidemill.bus.wire import codec, subjects
@@ -240,4 +241,4 @@ class TurnStream:
         """Remove the logs of settled tasks, with ids < ``below``. Raises BusUnavailable."""
         if not self._jet.config.rollouts:  # then there is no such stream
             return
-        await self._jet.purge_tasks(self._stream, lambda task: subjects.turn(self.run, task), below)
+        await remove_tasks(self._jet, self._stream, lambda task: subjects.turn(self.run, task), below)

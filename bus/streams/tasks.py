@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 
 from tidemill.bus.client.connection import retry
 from tidemill.bus.client.jetstream import JetStream, Message
-from tidemill.bus.client.pull import ACK, NAK, PROGRESS, FetchSlots
+from tidemill.bus.client.pull import ACK, NAK, PROGRESS, FetchSlots, remove_tasks
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusUnavailable, NotFound, UnknownSchema, WireError
 from tidemill.bus.streams.dead import DeadLetters
@@ -382,7 +382,7 @@ class Partials:
 
     async def trim(self, below: int) -> None:
         """Remove the partials of tasks with ids < ``below``. Raises BusUnavailable."""
-        await self._jet.purge_tasks(self._stream, lambda task: subjects.partial(self._jet.run, task), below)
+        await remove_tasks(self._jet, self._stream, lambda task: subjects.partial(self._jet.run, task), below)
 
     async def _exists(self) -> bool:
         if not self._found:

@@ -121,7 +121,8 @@ async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
 async def heard(call: Awaitable[Result]) -> Result:
     """Await a call that may swallow a cancellation (the client library's), which is raised afterwards.
 
-    Also in the place of an error of the call: a request without an answer fails behind a ``wait_for``.
+    It is raised also in place of an error of the call: the library's request may swallow the cancellation, and then
+    raise because no answer came in time.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -108,9 +108,12 @@ def _children_of(pid: int) -> list[int]:
 
 
 def log_file() -> str:
-    """Return the file that this process writes its log to; empty if that is a terminal, a pipe or nothing."""
+    """Return the file that this process writes its log to; empty if that is a terminal, a pipe or nothing, or a name
+    that is no UTF-8, which no row can have.
+    """
     try:
         path = os.readlink("/proc/self/fd/2")
-    except OSError:
+        path.encode()
+    except (OSError, UnicodeEncodeError):
         return ""
     return path if os.path.isfile(path) else ""

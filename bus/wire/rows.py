@@ -77,14 +77,16 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineUse:
-    """Use of the machine by one process with those below it; of a host without them, as they have rows."""
+    """Use of the machine by a process and its child processes. That of a host or of ``tidemill up`` is without them:
+    its child processes have rows of their own.
+    """
 
     cpu_share: Number | None = None
-    """Processor time by time: 1 = one core. None = not reported."""
+    """Processor time for each second that passes: 1 = one core all the time. None = not reported."""
     memory_bytes: Natural | None = None
     """Resident memory; None = not reported."""
     devices: tuple[DeviceUse, ...] = ()
-    """The accelerators of the process, where the driver can be asked."""
+    """The accelerators of the process; empty without NVIDIA's driver or the package ``nvidia-ml-py``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from tidemill.launch.run.run_facts import Pace
 from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain, plain_table
 from tidemill.learner.debug.report import LOOKS
-from tidemill.learner.feed.history import behind_summary, shown_history
+from tidemill.learner.feed.history import read_with_summary, shown_history
 
 _FULL_READ_S = 10.0  # Seconds for the reads while the bus stores nothing
 _MOST_NAMES = 6  # Largest number of fields, and of actors, of invalid samples that are named
@@ -76,7 +76,7 @@ async def read_status(bus: Bus) -> JsonObject:
     state, (waiting, leased) = await bus.samples.info(), await bus.tasks.backlog()
     extents = await shard_extents(bus.jet)
     head, _ = await bus.rows("weights").read("head")
-    plans = await behind_summary(bus, lambda history: _read_plans(bus, history), shown_history)
+    plans = await read_with_summary(bus, lambda history: _read_plans(bus, history), shown_history)
     run_rows = bus.rows("run")
     metrics = plans.newest.metrics if plans.newest is not None else {}
     feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})

@@ -22,7 +22,7 @@ from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
 from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.buffer.ledger import count_of, field_of
 from tidemill.learner.buffer.sample_index import index_of
-from tidemill.learner.feed.history import behind_summary, largest_lag
+from tidemill.learner.feed.history import largest_lag, read_with_summary
 
 EVERYTHING = 1 << 62  # Number of newest samples to read; more than any stream has
 _MAX_PROBLEMS = 20  # Most descriptions of problems that are kept
@@ -115,14 +115,14 @@ async def audit(
         reading = _Audit(cursor, versions, after or {}, vocab_size, history)
         async for _, record in bus.plans.scan(history.removed.seq + 1 if history.removed else 1):
             reading.record(record)
+        async for _, dead in bus.dead.scan():  # behind PLAN: a letter is stored before a plan has its short group
+            reading.dead.add(dead.task)
         return reading
 
-    reading = await behind_summary(bus, read_records)
+    reading = await read_with_summary(bus, read_records)
     async for task in bus.tasks.scan():
         if task.kind is Kind.TRAIN:
             reading.task(task)
-    async for _, dead in bus.dead.scan():
-        reading.dead.add(dead.task)
     await reading.samples(bus, progress)
     reading.close()
     return reading.accounting, reading.outcomes

@@ -28,8 +28,8 @@ _MAX_MESSAGE_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedKeys:
-    """Key pairs (Z85) of the feeder and of a node's ranks. A process has the secret of its own side; the other one is
-    empty.
+    """Key pairs (Z85) of the feeder and of a node's ranks. A secret is empty in processes that must not have it: ranks
+    have no ``feeder_secret``, and the feeder has no ``ranks_secret``.
     """
 
     feeder_public: str

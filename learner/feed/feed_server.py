@@ -77,7 +77,7 @@ class FeedServer:
     ) -> None:
         """``rank_silence_s``: longest time without a heartbeat of a rank; 0 = ranks send none."""
         self._world_size, self._data_parallel, self._rank_silence_s = world_size, data_parallel, rank_silence_s
-        self.alive_s: dict[int, float] = {}
+        self.last_heartbeat_s: dict[int, float] = {}
         """Time of the last heartbeat of every registered rank."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -232,7 +232,7 @@ class FeedServer:
         """Note and answer a heartbeat, which has its own connection: the rank may be in a collective."""
         if not 0 <= rank < self._world_size:
             raise FeedError("heartbeat", f"a rank of {self._world_size}", rank)
-        self.alive_s[rank] = time.monotonic()
+        self.last_heartbeat_s[rank] = time.monotonic()
         await self._send(identity, pack("alive"))
 
     def _refuse_silence(self) -> None:
@@ -240,7 +240,7 @@ class FeedServer:
             return
         now = time.monotonic()
         for rank in self._ranks.values():
-            silent_s = now - self.alive_s.get(rank.rank, now)
+            silent_s = now - self.last_heartbeat_s.get(rank.rank, now)
             if not rank.gone and silent_s > self._rank_silence_s:
                 raise RankSilent(rank.rank, silent_s)
 
@@ -278,7 +278,7 @@ class FeedServer:
         if any(registered.rank == rank.rank for registered in self._ranks.values()):
             raise _second_hello(rank.rank)
         self._ranks[identity] = rank
-        self.alive_s.setdefault(rank.rank, time.monotonic())
+        self.last_heartbeat_s.setdefault(rank.rank, time.monotonic())
 
     def _requested(self, rank: _Rank, header: Mapping[str, object]) -> None:
         step = header["step"]

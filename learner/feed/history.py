@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
+from tidemill.bus.client.pull import MAX_REMOVALS
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import UnreadableRow
 from tidemill.bus.streams.bus import Bus
@@ -27,8 +28,13 @@ from tidemill.learner.buffer.ledger import cursor_of
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+Reading = TypeVar("Reading")
 
+MAX_READINGS = 5
+LETTERS_SHARE = 0.5
+"""Share of the bound of DEAD from which its dead letters are thinned, once all of it is almost full. The rest is of
+reports: forged ones must not cost the operator letters.
+"""
 LEAST_VERSIONS = 100
 """Steps before the removed records whose versions stay: open tasks and buffered samples may be as old."""
 
@@ -45,21 +51,26 @@ async def shown_history(bus: Bus) -> HistoryRow:
     return HistoryRow() if row is None else row_of(HistoryRow, row)
 
 
-async def behind_summary(
+async def read_with_summary(
     bus: Bus,
-    read: Callable[[HistoryRow], Awaitable[T]],
+    read: Callable[[HistoryRow], Awaitable[Reading]],
     summary: Callable[[Bus], Awaitable[HistoryRow]] = read_history,
-) -> T:
-    """Return what ``read`` makes of the summary and the records behind it. It is called again while a learner removes
-    records meanwhile: these may be in neither.
+) -> Reading:
+    """Return what ``read`` makes of the summary and of the records and dead letters behind it.
+
+    It is called again when a learner has removed some meanwhile, which may be in neither; after ``MAX_READINGS`` with
+    a warning instead.
     """
     history = await summary(bus)
-    while True:
+    for _ in range(MAX_READINGS):
         value = await read(history)
-        # The row is written before PLAN is trimmed: while it is the same, all records behind it are there.
+        # The row is written before anything is removed: while it is the same, all behind it is there.
         before, history = history, await summary(bus)
-        if history.removed == before.removed:
+        if (history.removed, history.letters_to) == (before.removed, before.letters_to):
             return value
+    text = "records were removed during each of %d readings: some of them may be missing in the counts"
+    log.warning(text, MAX_READINGS)
+    return value
 
 
 async def removed_steps(bus: Bus) -> int:
@@ -92,8 +103,9 @@ async def compact(bus: Bus, oldest: JsonMapping, *, give_up: bool = False) -> No
         log.info("records of PLAN removed to_step=%d", history.next.step)
 
 
-async def forget_letters(bus: Bus, below: int) -> None:
-    """Remove the older half of the dead letters of tasks with ids < ``below``, which are counted.
+async def forget_letters(bus: Bus, below: int, *, full_bytes: int, letters_bytes: int) -> None:
+    """Remove dead letters that name no task of the run; the older half of those of tasks with ids < ``below``, which
+    are counted, once DEAD has ``full_bytes`` and its letters alone have ``letters_bytes``.
 
     For the newest learner alone. Raises BusUnavailable.
     """
@@ -102,9 +114,14 @@ async def forget_letters(bus: Bus, below: int) -> None:
     except UnreadableRow as error:
         log.error("dead letters not removed: %s", error)
         return
-    await bus.dead.trim_letters(history.letters_to + 1)  # counted by a start that was killed before it removed them
+    # Also the letters counted by a start that was killed before it removed them
+    if not await bus.dead.trim_letters(history.letters_to + 1):
+        return
+    # Read anew at each checkpoint: two of them may follow each other without a step.
+    if await bus.dead.size_bytes() < full_bytes or await bus.dead.letters_bytes() < letters_bytes:
+        return
     tasks = [task for task in await bus.dead.letters() if task < below]
-    oldest = tasks[: (len(tasks) + 1) // 2]
+    oldest = tasks[: min((len(tasks) + 1) // 2, MAX_REMOVALS)]
     counted = dataclasses.replace(history, letters=history.letters + len(oldest), letters_to=max(oldest, default=0))
     if oldest and await _replace(bus, history, counted):
         await bus.dead.trim_letters(counted.letters_to + 1)

@@ -34,7 +34,7 @@ from tidemill.learner.feed.data_metrics import EpisodeAge
 from tidemill.learner.feed.feed_messages import Last
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_settings import FeederSettings
-from tidemill.learner.feed.history import compact, forget_letters
+from tidemill.learner.feed.history import LETTERS_SHARE, compact, forget_letters
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, Resumed
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,10 @@ WEIGHTS = "weights"
 GIVE_UP_HISTORY_FULL = 0.85
 """Share in use, of the stream SAMPLES or of a bound by ``bus.quota_bytes``, at which history is trimmed too."""
 MAX_DEAD_BYTES = 100_000_000
-"""Bound of DEAD without a quota: 10,000 letters with prompts and reasons of 10 KB. No bound of the stream's, which the
-server would reserve; from 85 % on, the next checkpoint removes the older half of the letters of settled tasks.
+"""Size to which checkpoints hold DEAD without a quota: 10,000 letters with prompts and reasons of 10 KB.
+
+It is no setting of the stream: the server would reserve these bytes for it. Between two checkpoints DEAD may be larger,
+and so it may by reports on tasks that are not settled yet.
 """
 
 
@@ -83,6 +85,7 @@ class Outcomes:
         """Step of the latest checkpoint."""
         self.fullness = 0.0
         """Share of the stream SAMPLES in use, after the last step."""
+        self._bounds = record_bounds(bus.config) or {subjects.DEAD: MAX_DEAD_BYTES}
         self.used_shares: dict[str, float] = {}
         """Share in use of each stream or bucket that only ``bus.quota_bytes`` bounds, after the last step; of DEAD also
         without a quota.
@@ -144,11 +147,10 @@ class Outcomes:
         """Note how full SAMPLES and the disks of the bus are. Raises BusUnavailable."""
         shards = [state.bytes for state in await self._bus.samples.states()]
         samples, self.fullness = sum(shards), len(shards) * max(shards) / self._bus.config.samples_max_bytes
-        bounds = record_bounds(self._bus.config) or {subjects.DEAD: MAX_DEAD_BYTES}
         names = {name: subjects.stream(self._bus.run, name) for name in (subjects.TASKS, subjects.PLAN, subjects.DEAD)}
         names[WEIGHTS] = subjects.bucket_stream(self._bus.run, WEIGHTS)
-        for name in names.keys() & bounds.keys():
-            self.used_shares[name] = (await self._bus.jet.state(names[name])).bytes / bounds[name]
+        for name in names.keys() & self._bounds.keys():
+            self.used_shares[name] = (await self._bus.jet.state(names[name])).bytes / self._bounds[name]
         stored, _ = await self._bus.jet.store_use()
         self._disks |= {"disk/bus_bytes": float(stored), "disk/samples_bytes": float(samples)}
 
@@ -275,13 +277,17 @@ class Outcomes:
         await self._bus.partials.trim(state["tasks"]["floor"] + 1)
         await self._bus.turns.trim(state["tasks"]["floor"] + 1)
         await self._bus.dead.trim_reports(oldest["tasks"]["floor"] + 1)
-        if self._is_full(subjects.DEAD):
-            await forget_letters(self._bus, oldest["tasks"]["floor"] + 1)
+        await forget_letters(
+            self._bus,
+            oldest["tasks"]["floor"] + 1,
+            full_bytes=round(GIVE_UP_HISTORY_FULL * self._bounds[subjects.DEAD]),
+            letters_bytes=round(LETTERS_SHARE * self._bounds[subjects.DEAD]),
+        )
         cursor = cursor_of(oldest)
         created = cursor.created.split(CREATED_SEPARATOR)
         wanted = [floor + 1 - history for floor in cursor.position]
         below = [
-            await self.waited_for(first, stream) if first >= 2 else first
+            await self.trim_limit(first, stream) if first >= 2 else first
             for first, stream in zip(wanted, created, strict=True)
         ]
         await self._bus.samples.trim(*below)
@@ -289,7 +295,7 @@ class Outcomes:
             await self._bus.tasks.trim(first_task)
         await compact(self._bus, oldest, give_up=give_up)
 
-    async def waited_for(self, below: int, created: str) -> int:
+    async def trim_limit(self, below: int, created: str) -> int:
         """Return ``below``, or less while a registered reader needs it and the stream is not too full."""
         cursors = Cursors(self._bus)
         needed = await cursors.first_needed(created)

@@ -84,7 +84,7 @@ class Agent:
         self._stopped = False
         self._missing_since: float | None = None
         self._bad_ends: deque[float] = deque(maxlen=limits.bad_ends)
-        self.stepped_s = time.monotonic()  # time of the last step of this node's ranks, or of their start
+        self.last_step_s = time.monotonic()  # time of the last step of this node's ranks, or of their start
 
     @property
     def row(self) -> NodeRow:
@@ -150,7 +150,7 @@ class Agent:
     def _decide(self) -> Action:
         now = time.monotonic()
         if self._view.reading is None:
-            away = now - max(self._view.read_s, self.stepped_s)
+            away = now - max(self._view.read_s, self.last_step_s)
             if self._ranks is not None and away > self.limits.fence_s:
                 return End(f"the bus has not answered, and no step was made, for {away:.0f} s")
             return Wait("the bus")
@@ -231,7 +231,7 @@ class Agent:
         self._ranks.add_done_callback(lambda _: self._wake.wake())
 
     def _stepped(self) -> None:
-        self.stepped_s = time.monotonic()
+        self.last_step_s = time.monotonic()
 
     async def _reap(self) -> None:
         """Note the end of the ranks. Raises LearnerEnded for one that no restart cures."""

@@ -138,6 +138,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
             await actor.samples.publish(make_sample(RUN, task=good.task.id, index=1, length=3000, actor="actor-0"))
             assert await good.ack()
             assert await bad.fail("no engine", actor="actor-0")
+            await _publish(actor, subjects.dead(RUN, "report", "*"))
         assert await LiveView(viewer).refresh() == [], "their rows are gone"
 
         read = learner.samples.read(None)
@@ -148,6 +149,9 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
         assert len([record async for record in viewer.plans.scan()]) == 2
         assert [dead.task async for _, dead in viewer.dead.scan()] == [bad.task.id]
         assert await viewer.tasks.backlog() == (0, 0)
+        assert await learner.dead.trim_reports(1)
+        reports = subjects.dead(RUN, "report", "*")
+        assert reports not in await learner.jet.subjects(subjects.stream(RUN, subjects.DEAD), reports)
         await learner.samples.trim(2)
         await learner.tasks.raise_floor(ids[-1])
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -283,6 +287,19 @@ async def test_a_shadow_without_changes_of_its_own_rows_reports_no_error(
         async with own.rows("run").on_change("config", lambda: None):
             await until(lambda: "may not subscribe here" in caplog.text)
     assert {record.levelno for record in caplog.records if "may not" in record.message} == {logging.INFO}
+
+
+async def test_other_refused_subscriptions_to_rows_are_warnings(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of a shadow, for the rows of its run. One that is repeated, as after each new connection, is logged once."""
+    caplog.set_level(logging.INFO)
+    async with as_user("learner"), as_user("scorer-0") as scorer, as_user("shadow-x") as shadow:
+        for bus in (scorer, shadow):
+            rows = bus.rows("weights")
+            async with rows.on_change("head", lambda: None), rows.on_change("head", lambda: None):
+                await until(lambda bus=bus: f"user {bus.jet.connection.user} may not subscribe" in caplog.text)  # type: ignore[misc]
+                await bus.jet.connection.nc.flush()
+    refused = [record.levelno for record in caplog.records if "may not" in record.message]
+    assert refused == [logging.WARNING] * 2
 
 
 async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
@@ -498,6 +515,8 @@ def test_permissions_name_streams_that_there_are(tmp_path: Path) -> None:
     lines = "\n".join(make_users(tmp_path / "auth", RUN, CONFIG))
     for name in (subjects.TASKS, subjects.SAMPLES, subjects.PLAN, subjects.DEAD):
         assert f"$JS.API.STREAM.INFO.{subjects.stream(RUN, name)}" in lines
+    deletions = re.findall(r"STREAM\.MSG\.DELETE\.(\w+)", lines)
+    assert deletions and set(deletions) <= {subjects.stream(RUN, name) for name in ("PARTIALS", "TURNS", "DEAD")}
     assert json.loads((tmp_path / "auth" / "users.json").read_text())["viewer"] in lines
 
 

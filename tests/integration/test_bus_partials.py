@@ -5,7 +5,7 @@ tasks are deleted.
 import numpy as np
 
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import make_partial
+from tests.bus_kit import issue, make_partial
 from tests.refusals import refusal
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire import subjects
@@ -36,12 +36,14 @@ async def test_an_unreadable_partial_hides_no_other(open_bus: BusOpener) -> None
 
 
 async def test_partials_of_settled_tasks_are_removed_and_others_stay(open_bus: BusOpener) -> None:
+    """Also those of a task that is not issued: no actor of the run can have made them."""
     async with open_bus() as bus:
-        for task in (2, 9, 10, 11):
+        await issue(bus, 11)
+        for task in (2, 9, 10, 11, 12):
             for index in (0, 1):
                 await bus.partials.store(make_partial(bus.run, task, index))
         await bus.partials.trim(10)
-        assert [len(await bus.partials.of(task)) for task in (2, 9, 10, 11)] == [0, 0, 2, 2]
+        assert [len(await bus.partials.of(task)) for task in (2, 9, 10, 11, 12)] == [0, 0, 2, 2, 0]
 
 
 async def test_a_partial_too_large_is_not_stored(open_bus: BusOpener) -> None:

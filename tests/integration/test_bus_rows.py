@@ -15,6 +15,7 @@ from tidemill.bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from tidemill.bus.liveness import HeartbeatPublisher, LiveView, processes, release
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect, raise_epoch
+from tidemill.bus.system import usage
 from tidemill.bus.wire.rows import Capabilities, LiveRow, MachineUse
 
 
@@ -337,3 +338,24 @@ async def take_until(watching: AsyncIterator[Row | None], value: Value) -> None:
         async for found in watching:
             if found is not None and found[0] == value:
                 return
+
+
+async def test_a_heartbeat_goes_on_where_the_use_of_the_machine_cannot_be_read(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For example at a limit of threads."""
+
+    def refused(children: bool) -> tuple[float, int]:
+        raise RuntimeError("can't start new thread")
+
+    async with open_bus() as bus, HeartbeatPublisher(bus, row("e", "engine"), every_s=0.05) as heartbeat:
+        await heartbeat.stored()
+        monkeypatch.setattr(usage, "TREE_EVERY_S", 0.0)
+        monkeypatch.setattr(usage, "tree_use", refused)
+        for phase in ("draining", "done"):
+            await until(lambda: "can't start new thread" in caplog.text)
+            heartbeat.update(phase=phase)
+            await heartbeat.stored()
+        ((stored, _),) = await LiveView(bus).refresh()
+        assert (stored.phase, stored.use) == ("done", MachineUse())
+    assert caplog.text.count("use of the machine not read") == 1

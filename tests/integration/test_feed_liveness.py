@@ -82,11 +82,11 @@ async def test_a_rank_in_a_collective_lives_by_its_heartbeats(host: str) -> None
             with Heartbeats(server.url, keys=KEYS, rank=0, silence_s=WITHIN_S, on_silence=silent.put) as heartbeats:
                 async with asyncio.timeout(WITHIN_S):
                     for _ in range(2):
-                        noted_s, answered_s = server.alive_s[0], heartbeats.answered_s
+                        noted_s, answered_s = server.last_heartbeat_s[0], heartbeats.answered_s
 
                         async def both_heard(noted_s: float = noted_s, answered_s: float = answered_s) -> bool:
                             await server.beat("nothing")
-                            return server.alive_s[0] != noted_s and heartbeats.answered_s != answered_s
+                            return server.last_heartbeat_s[0] != noted_s and heartbeats.answered_s != answered_s
 
                         await until(both_heard)
         assert silent.empty()

@@ -315,8 +315,8 @@ async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(
         await leader.started()
         await other.started()
         leader.ranks.steps()
-        assert math.isfinite(leader.agent.stepped_s)
-        leader.agent.stepped_s = math.inf  # as if it made steps all the time
+        assert math.isfinite(leader.agent.last_step_s)
+        leader.agent.last_step_s = math.inf  # as if it made steps all the time
         nats_server.kill()
         async with asyncio.timeout(WITHIN_S):
             await until(lambda: not other.ranks.alive)

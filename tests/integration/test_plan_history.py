@@ -1,25 +1,36 @@
 """The beginning of PLAN is removed behind a summary: its size stays flat, and the audit balances as before."""
 
+from collections.abc import AsyncIterator
+
 import numpy as np
 import pytest
 
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import make_sample, make_task
+from tests.bus_kit import issue, make_sample, make_task
 from tests.unit.test_bus_episodes import ints, make_plan
+from tidemill.bus.client import pull
 from tidemill.bus.errors import Refused, UnreadableRow
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_dead
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Dead, Done, Plan, Settle
+from tidemill.bus.wire.messages import Dead, Done, Plan, PlanRecord, Settle
 from tidemill.bus.wire.rows import HistoryRow
 from tidemill.launch.cli.status import read_status
 from tidemill.launch.run.audit import RunAccounting, audit
 from tidemill.launch.run.checkpoint_cursor import CheckpointCursor
-from tidemill.learner.feed.history import LEAST_VERSIONS, behind_summary, compact, forget_letters, read_history
+from tidemill.learner.feed.history import (
+    LEAST_VERSIONS,
+    MAX_READINGS,
+    compact,
+    forget_letters,
+    read_history,
+    read_with_summary,
+)
 from tidemill.weightstore.store.registry import VersionRegistry
 
 KEPT = 100
+AT_ONCE = {"full_bytes": 1, "letters_bytes": 1}
 EVERY = 20
 """Steps between two checkpoints; a task of every second one is given up."""
 METRICS = {"train/skipped_minibatches": 1.0} | {f"train/metric_{number}": 1.0 / 3 for number in range(40)}
@@ -172,12 +183,12 @@ async def test_an_audit_knows_short_groups_whose_dead_letters_are_removed(open_b
         before = await run.audited()
         assert (before.duplicates, before.lost, before.trained_twice) == (2, 0, 0) and before.balance()
         first, second = await bus.dead.letters()
-        await forget_letters(bus, second + 1)
+        await forget_letters(bus, second + 1, **AT_ONCE)
         assert await bus.dead.letters() == [second]
         history = await read_history(bus)
         assert (history.letters, history.letters_to) == (1, first)
         await bus.dead.store(make_dead(first))  # as if the learner had been killed before it removed them
-        await forget_letters(bus, second)
+        await forget_letters(bus, second, **AT_ONCE)
         assert await bus.dead.letters() == [second]
         assert await read_history(bus) == history
         assert await run.audited() == before
@@ -186,20 +197,117 @@ async def test_an_audit_knows_short_groups_whose_dead_letters_are_removed(open_b
         assert ((await read_history(bus)).letters, (await read_history(bus)).letters_to) == (1, first)
 
 
-async def test_subjects_that_name_no_task_are_removed_with_the_letters_of_settled_ones(open_bus: BusOpener) -> None:
-    """``007`` is no dead letter of task 7, and what an actor stores on ``*`` takes no letter with it."""
+async def store_dead(bus: Bus, kind: str, *odd: object, times: int = 1) -> None:
+    """Store messages as a foreign actor may, on subjects that end with these tokens."""
+    for number in range(times):
+        for text in odd:
+            headers = {subjects.MESSAGE_ID: f"{kind}.{text}.{number}"}
+            await bus.jet.outbox.store(subjects.dead(bus.run, kind, str(text)), encode_dead(make_dead(7)), headers)
+
+
+async def left_in(bus: Bus, name: str) -> dict[str, int]:
+    return await bus.jet.subjects(subjects.stream(bus.run, name), ">")
+
+
+async def test_subjects_that_name_no_task_are_removed_and_no_letter_with_them(open_bus: BusOpener) -> None:
+    """``007`` is no dead letter of task 7, ``*`` not of all, and there is no task 11."""
     async with open_bus() as bus:
-        for task in (7, 8):
+        await issue(bus, 10)
+        for task in (7, 8, 10):
             await bus.dead.store(make_dead(task))
         odd = ("007", "08", "x", "*")
-        for text in odd:
-            subject, headers = subjects.dead(bus.run, "task", text), {subjects.MESSAGE_ID: text}
-            await bus.jet.outbox.store(subject, encode_dead(make_dead(7)), headers)
-        assert await bus.dead.letters() == [7, 8]
-        assert [dead.task async for _, dead in bus.dead.scan()] == [7, 8] and bus.refusals.counts["DEAD"] == len(odd)
-        await bus.dead.trim_letters(8)
-        left = await bus.jet.subjects(subjects.stream(bus.run, subjects.DEAD), subjects.dead(bus.run))
-        assert sorted(left) == [subjects.dead(bus.run, "task", text) for text in ("*", 8)]
+        await store_dead(bus, "task", *odd, ">", times=2)  # no reader of letters gets ``>``
+        assert await bus.dead.letters() == [7, 8, 10]
+        assert [dead.task async for _, dead in bus.dead.scan()] == [7, 8, 10]
+        assert bus.refusals.counts["DEAD"] == 2 * len(odd)
+        await store_dead(bus, "task", 11, 2**62)
+        await store_dead(bus, "report", "*", 10, 11)
+        for index in ("0", "*"):
+            for task in ("5", "x", "*"):
+                headers = {subjects.MESSAGE_ID: f"partial.{task}.{index}"}
+                await bus.jet.outbox.store(subjects.partial(bus.run, task, index), b"", headers)
+        assert await bus.dead.trim_letters(8) and await bus.dead.trim_reports(8)
+        await bus.partials.trim(1)
+        names = [("report", 10), ("task", 8), ("task", 10)]
+        assert await left_in(bus, "DEAD") == {subjects.dead(bus.run, *name): 1 for name in names}
+        assert sorted(await left_in(bus, "PARTIALS")) == [subjects.partial(bus.run, 5, index) for index in ("*", 0)]
+
+
+@pytest.mark.parametrize("forged", [("x", "y", "z", "0x"), ("11", "12", "13", "14"), ("*",) * 4, ("1", "x", "*", "99")])
+async def test_a_call_removes_so_many_subjects_and_the_next_one_goes_on(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch, forged: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(pull, "MAX_REMOVALS", 3)
+    async with open_bus() as bus:
+        await issue(bus, 10)
+        await bus.dead.store(make_dead(10))
+        for number, text in enumerate(forged):
+            headers = {subjects.MESSAGE_ID: str(number)}
+            await bus.jet.outbox.store(subjects.dead(bus.run, "task", text), b"", headers)
+        assert not await bus.dead.trim_letters(2)
+        assert sum((await left_in(bus, "DEAD")).values()) == 2
+        assert await bus.dead.trim_letters(2)
+        assert await bus.dead.letters() == [10] and len(await left_in(bus, "DEAD")) == 1
+
+
+async def test_only_letters_that_are_many_are_thinned_and_each_time_by_half(open_bus: BusOpener) -> None:
+    """Whatever else is in DEAD costs no letter, and a second checkpoint without a step between them none either."""
+    async with open_bus() as bus:
+        await issue(bus, 10)
+        for task in range(2, 10):
+            await bus.dead.store(Dead(task=task, reason="x" * 1000, attempts=3, actor="a", prompt="p"))
+        stored = await bus.dead.size_bytes()
+        assert abs(await bus.dead.letters_bytes() - stored) < 0.05 * stored
+        await store_dead(bus, "report", 10, times=200)
+        assert await bus.dead.size_bytes() > 2 * stored
+        for _ in range(2):
+            await forget_letters(bus, 11, full_bytes=2 * stored, letters_bytes=2 * stored)
+        assert await bus.dead.letters() == [*range(2, 10)]
+        for _ in range(2):
+            await forget_letters(bus, 11, full_bytes=2 * stored, letters_bytes=stored * 3 // 4)
+        assert await bus.dead.letters() == [*range(6, 10)]
+        history = await read_history(bus)
+        assert (history.letters, history.letters_to) == (4, 5)
+
+
+async def test_letters_removed_during_an_audit_are_known_to_it(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_bus(history_steps=KEPT) as bus:
+        run = SyntheticRun(bus)
+        await run.begin()
+        await run.take_short_group()
+        before = await run.audited()
+        assert (before.duplicates, before.lost) == (1, 0)
+        scan, calls = bus.plans.scan, list[int]()
+
+        async def scan_behind_removal(start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:
+            calls.append(start)
+            async for message in scan(start):
+                yield message
+            if len(calls) == 1:
+                await forget_letters(bus, run.task + 1, **AT_ONCE)
+
+        monkeypatch.setattr(bus.plans, "scan", scan_behind_removal)
+        assert await run.audited() == before and len(calls) == 2
+        assert await bus.dead.letters() == []
+
+
+async def test_a_reading_that_is_always_too_slow_ends_with_a_warning(
+    open_bus: BusOpener, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_bus() as bus:
+        await issue(bus, 2 * MAX_READINGS)
+        readings = list[int]()
+
+        async def read(history: HistoryRow) -> int:
+            readings.append(history.letters)
+            await bus.dead.store(make_dead(len(readings) + 1))
+            await forget_letters(bus, 2 * MAX_READINGS, **AT_ONCE)
+            return history.letters
+
+        assert await read_with_summary(bus, read) == MAX_READINGS - 1 == readings[-1]
+        assert "records were removed during each of 5 readings" in caplog.text
 
 
 async def test_records_that_are_removed_while_they_are_read_are_read_again(open_bus: BusOpener) -> None:
@@ -216,7 +324,7 @@ async def test_records_that_are_removed_while_they_are_read_are_read_again(open_
             readings.append(history.trained + sum(samples))
             return readings[-1]
 
-        assert await behind_summary(bus, trained) == run.step
+        assert await read_with_summary(bus, trained) == run.step
         assert readings[0] < run.step and len(readings) == 2
 
 

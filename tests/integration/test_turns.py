@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.bus_fixtures import BusOpener
+from tests.bus_kit import issue
 from tests.refusals import refusal
 from tidemill.bus.errors import BusUnavailable, Refused
 from tidemill.bus.streams import episode_turns
@@ -212,6 +213,7 @@ async def test_the_log_of_a_run_without_the_stream_is_not_kept(
 
 async def test_rubbish_in_a_log_is_passed_over_and_others_logs_are_trimmed(open_bus: BusOpener) -> None:
     async with open_bus(**WITH) as bus:
+        await issue(bus, 10)
         for task in (1, 2, 10):
             _, log = await bus.turns.take(task, 0, "a", first=True)
             await log.append(TurnKind.TURN, **turn(0))

@@ -1,6 +1,7 @@
 """Use of processor, memory and accelerators in live rows and in Prometheus; the driver is a module of the test."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import threading
@@ -102,6 +103,14 @@ def test_children_count_unless_they_have_rows_of_their_own(monkeypatch: pytest.M
         child.kill()
         child.communicate()
     assert tree_use(children=True)[0] > before, "its time stays when it has ended"
+
+
+@pytest.mark.parametrize(("name", "shown"), [(b"e.log", True), (b"e\xff.log", False)])
+def test_the_log_of_a_process_is_named_unless_its_name_fits_no_row(tmp_path: Path, name: bytes, shown: bool) -> None:
+    code = "from tidemill.bus.system.usage import log_file; print(ascii(log_file()))"
+    with open(os.fsencode(tmp_path) + b"/" + name, "wb") as log:
+        printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log, check=True).stdout
+    assert printed.decode().strip() == repr(f"{tmp_path}/e.log" if shown else "")
 
 
 def test_a_row_of_an_earlier_release_has_no_use() -> None:
