@@ -1,4 +1,6 @@
-"""Messages of a stream: in order without a gap (``OrderedPull``), or one by one from a work queue (``FetchSlots``)."""
+"""Messages of a stream: in order without a gap (``OrderedPull``), one by one from a work queue (``FetchSlots``); and the
+removal of those of settled tasks, and of tasks that there are not.
+"""
 
 import asyncio
 import json
