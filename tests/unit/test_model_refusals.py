@@ -371,8 +371,15 @@ def test_settings_of_experts_for_a_dense_model_are_refused(tmp_path: Path, setti
 
 def test_experts_of_an_engine_want_a_family_whose_layers_are_known(tmp_path: Path) -> None:
     file, config = write_run(tmp_path), tmp_path / "model/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "phi3"}))
-    for setting, wanted in (("none", []), ("rollout", ["layers with experts are not known"])):
+    dense = json.loads(config.read_text()) | {"model_type": "phi3"}
+    of_experts = dense | {"model_type": "phimoe", "num_local_experts": 8, "num_experts_per_tok": 2}
+    for values, setting, wanted in (
+        (dense, "none", []),
+        (dense, "rollout", ["none: the model has no experts"]),
+        (of_experts, "none", []),
+        (of_experts, "rollout", ["old or none: the layers with experts are not known"]),
+    ):
+        config.write_text(json.dumps(values))
         report = check(load(file, ["engine.kind=sglang", f"learner.routing_replay={setting}"]), Purpose())
         found = [error.text for error in report.errors]
         assert len(found) == len(wanted) and all(words in text for words, text in zip(wanted, found, strict=True))
