@@ -386,8 +386,8 @@ def build_policy(
 ) -> FsdpPolicy:
     """Build the model of a directory, divided over all ranks, in ``memory``; collective. Raises ConfigRefused.
 
-    ``replays``, ``given``: of the experts (``Replay``), whether the rows have some. ``fused``: log-probs by kernels of Triton. The others: as of
-    ``open_model``.
+    ``replays``, ``given``: of the experts (``Replay``), the latter if rows have them already. ``fused``: log-probs by
+    kernels of Triton. The others: as of ``open_model``.
     """
     memory, shape = memory or Memory(), _given_shape(model_dir) if given else None
     with memory.region():
