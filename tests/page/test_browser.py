@@ -291,7 +291,7 @@ def look_at_late_answer(reader: Reader) -> None:
     reader.show("setup&log=b0")
     reader.wait("() => document.querySelector('pre.log').textContent === 'of b0'")
     held: list[Any] = []
-    reader.page.route("**/api/logs?name=b0", held.append)
+    reader.page.route("**/api/logs?name=b0", lambda route: held.append(route))
     reader.page.click("[aria-label=Logs] button:text-is('b0')")
     poll(lambda: reader.page.evaluate("1") and held)
     reader.page.click("[aria-label=Logs] button:text-is('a0')")
@@ -324,13 +324,12 @@ def test_settings_and_logs(live: LiveRun, browser: Any) -> None:
     (folder / "b0.log").write_text("of b0\n")
     with dashboard(live, "--run-dir", str(live.directory), "--token") as served, reading(browser, served) as reader:
         reader.show("setup")
-        paths = reader.page.evaluate(rows)
-        assert "learner.steps" in paths and "learner.group_size" not in paths
+        assert {"learner.steps", "staleness.max_lag"} <= set(reader.page.evaluate(rows))
         assert SECRET not in reader.page.content() and "(hidden)" in reader.page.inner_text("[aria-label=Settings]")
-        reader.page.fill("[aria-label='search settings']", "GROUP_size")
-        reader.wait(f"() => {rows}.includes('learner.group_size')")
-        assert "learner.steps" not in reader.page.evaluate(rows)
-        assert "setup&q=GROUP_size" in reader.page.evaluate("location.hash")
+        reader.page.fill("[aria-label='search settings']", "largest LAG in")
+        reader.wait(f"() => !{rows}.includes('learner.steps')")
+        assert "staleness.max_lag" in reader.page.evaluate(rows)
+        assert "setup&q=largest" in reader.page.evaluate("location.hash")
         assert reader.page.evaluate(log) == "one\n<b>two</b> \\u202e"
         with (folder / "a0.log").open("a") as file:
             file.write("".join(f"line {number}\n" for number in range(300)) + "three\n")
