@@ -211,6 +211,19 @@ def test_keys_in_an_error_are_masked() -> None:
     )
 
 
+def test_a_user_of_an_address_is_masked_and_a_container_is_none() -> None:
+    assert masked("https://sk-Q@h/v1 and https://sk-R@h/a@b, abfs://c@account/x") == (
+        "https://***@h/v1 and https://***@h/a@b, abfs://c@account/x"
+    )
+    assert masked("see 'http://a:p?@w:x@h/x?sig=1' mail me@home a:b@c") == "see 'http://***@h/x?***' mail me@home a:b@c"
+
+
+@pytest.mark.parametrize("part", ["://", "a://", ":@", "a://:", "Token=", "'", "?", "a://b?"])
+def test_a_text_of_any_length_is_masked_in_time(part: str) -> None:
+    """With time that grows as the square of the length this would take hours."""
+    masked(part * 500_000)
+
+
 def test_only_whole_checkpoints_count(store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Beside one that is whole: one without a manifest, one with a damaged manifest, one with a truncated file, and
     foreign objects.
