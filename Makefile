@@ -104,9 +104,9 @@ test-slurm test-slurm-all test-deploy test-ray test-images test-upgrade: export 
 # Several files at a time for two cores: many tests wait, and those that compute are spread among them (tests/conftest.py). A file stays on
 # one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
-ALL_BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
-# One of the four runs the tests on a shared server of SGLang (tests/sglang_servers.py), the others those that start servers of their own.
-SERVERS_BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
+ALL_BESIDE := -n 6 --dist loadfile --no-loadscope-reorder
+# One of the six runs the tests on a shared server of SGLang (tests/sglang_servers.py), the others those that start servers of their own.
+SERVERS_BESIDE := -n 6 --dist loadfile --no-loadscope-reorder
 
 test: setup $(VENV)/.collected
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(ALL_BESIDE)
@@ -195,7 +195,7 @@ IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(V
 # start once, and in which tests that wait are beside tests that compute.
 test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready $(KUBERNETES)/.ready
 	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/page tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
-		tests/kubernetes -n 6 --dist loadfile --no-loadscope-reorder
+		tests/kubernetes -n 8 --dist loadfile --no-loadscope-reorder
 
 # The dashboard in Debian's Chromium (`make programs`), part of `make test-more`.
 .PHONY: test-browser

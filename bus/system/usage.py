@@ -1,6 +1,8 @@
 """Use of processor, memory and accelerators by this process, for its live row. Initialises no CUDA.
 
 The driver is asked in a thread of its own: a call that hangs in it must stop no heartbeat, and no exit of the process.
+Without the package or a driver it ends, and is not started again. /proc is read in a thread, too: of a thousand
+children that takes long.
 """
 
 import importlib
@@ -34,7 +36,7 @@ def device_use(nvml: Any, uuid: str) -> dict[str, Any]:
     Source: NVML API Reference, ``nvmlDeviceGetUtilizationRates``, ``nvmlDeviceGetMemoryInfo``.
     """
     use: dict[str, Any] = {"device": uuid}
-    with suppress(nvml.NVMLError):
+    with suppress(Exception):  # another package of this name raises what it likes
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         use |= {"memory_used_bytes": int(memory.used), "memory_bytes": int(memory.total)}
@@ -48,6 +50,7 @@ class UseMeter:
     def __init__(self, *, children: bool = True) -> None:
         self._children, self._cpu_share = children, 0.0
         (self._cpu_s, self._memory_bytes), self._read_s = tree_use(children), time.monotonic()
+        self._reading_tree = threading.Thread()
         self._uuids: tuple[str, ...] = ()
         self._devices, self._devices_s = list[dict[str, Any]](), float("-inf")
         self._reading: threading.Thread | None = None
@@ -56,10 +59,9 @@ class UseMeter:
     def read(self, uuids: Sequence[str]) -> dict[str, Any]:
         """Return the use as a live row has it; ``uuids``: of the accelerators of this process. Does not block."""
         now_s = time.monotonic()
-        if now_s >= self._read_s + TREE_EVERY_S:
-            cpu_s, self._memory_bytes = tree_use(self._children)
-            self._cpu_share = max(0.0, cpu_s - self._cpu_s) / (now_s - self._read_s)
-            self._cpu_s, self._read_s = cpu_s, now_s
+        if now_s >= self._read_s + TREE_EVERY_S and not self._reading_tree.is_alive():
+            self._reading_tree = threading.Thread(target=self._read_tree, name="process use", daemon=True)
+            self._reading_tree.start()
         self._uuids = tuple(uuids)
         if uuids and self._reading is None:
             self._reading = threading.Thread(target=self._read_for_ever, name="device use", daemon=True)
@@ -70,6 +72,12 @@ class UseMeter:
     def end(self) -> None:
         """End the thread, without waiting for it."""
         self._ended.set()
+
+    def _read_tree(self) -> None:
+        now_s = time.monotonic()
+        cpu_s, self._memory_bytes = tree_use(self._children)
+        self._cpu_share = max(0.0, cpu_s - self._cpu_s) / (now_s - self._read_s)
+        self._cpu_s, self._read_s = cpu_s, now_s
 
     def _read_for_ever(self) -> None:
         nvml = open_nvml()

@@ -14,7 +14,7 @@ from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.bus import find_run as find_only_run
 from tidemill.launch.run import process
-from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE, OPERATOR, VIEWER, viewer_line
+from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE, OPERATOR, VIEWER, user_of_environment, viewer_line
 from tidemill.launch.run.bus_process import EndedBus, started
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.run_config import CONFIG_FILE
@@ -29,7 +29,9 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
     root, settings = Path(run_dir), {}
     if run_dir and not (root / CONFIG_FILE).exists() and address_file.exists():
         run_dir, bus = "", bus or address_file.read_text().strip()  # of `tidemill bus`: only `up` stores the settings
-        settings = {"auth": (root / AUTH_DIR / f"{user}.env").exists()}
+        # Not where the environment names a user. os.path: in the directory of another user, Path.exists raises.
+        is_named = any(user_of_environment(os.environ))
+        settings = {"auth": not is_named and os.path.exists(root / AUTH_DIR / f"{user}.env")}
     if run_dir:
         if not (root / CONFIG_FILE).exists():
             raise ValueError(f"--run-dir: want the directory of a run ({CONFIG_FILE} in it), got {run_dir}")

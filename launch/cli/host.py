@@ -64,10 +64,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run this machine's engines and actors until drained. Returns the exit code. Raises HostExists."""
     name = name_on_bus("--name", args.name) or host_name()
-    if args.users is None and args.learner_node is None and is_user_of_process(user_name()):
-        want = "a directory with a file of the bus's auth/ for each of its processes (engine-0.env, actor-0.env)"
-        raise ValueError(f"--users: want {want}, as {name} has the rights of a host alone, got none")
     counts = desired.parse(args.wanted)
+    if args.users is None and (counts or args.learner_node is None) and is_user_of_process(user_name()):
+        want = "a directory with a file of the bus's auth/ for each of its processes (engine-0.env, actor-0.env)"
+        raise ValueError(f"--users: want {want}, as the user {user_name()} may do no work of theirs, got none")
     if counts.get("engine"):
         require("engine")
     machine = Machine(

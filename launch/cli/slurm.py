@@ -6,9 +6,9 @@ which are shell scripts with names between @.
 """
 
 import argparse
-import contextlib
 import getpass
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -40,6 +40,7 @@ _WORKER_CPUS = {"engine": 2, "scorer": 1, "actor": 1}
 _SLACK_S = 30  # Seconds before the time limit, beside the seconds of a drain
 JOBS_FILE = "jobs"
 ENDING = "COMPLETING"
+FORGOTTEN = "Invalid job id"  # squeue's error when Slurm knows none of the jobs any longer
 CANCELLED_S = 120.0  # Longer than KillWait, the time between SIGTERM and SIGKILL (30 s by default)
 ANSWER_S = 60.0  # Seconds for a command of Slurm to answer; it retries by itself while its controller is away
 
@@ -276,8 +277,8 @@ def _jobs(args: argparse.Namespace, config: RunConfig) -> Jobs:
             raise ValueError(f"--{option}: want a number from 0 to {desired.MOST}, got {number}")
     num_ranks = config.learner.num_ranks // max(config.learner.nodes, 1)
     if config.learner.device != "cpu" and args.gpus_per_node not in (0, num_ranks):
-        cure = "--set learner.data_parallel=N, nodes x GPUs without tensor, pipeline and context parallelism"
-        want = f"want {num_ranks}, the ranks of the learner on each node"
+        cure = "--set learner.data_parallel=N with N = nodes x GPUs / (tensor x pipeline x context parallel)"
+        want = f"want {num_ranks}, the ranks of the learner on each node, or 0 = ask for none"
         raise ValueError(f"--gpus-per-node: {want}, got {args.gpus_per_node}; cure: {cure}")
     for option in ("partition", "engine_partition", "account", "time"):
         text = getattr(args, option)
@@ -314,19 +315,29 @@ def refuse_running(out: Path, wait_s: float = CANCELLED_S) -> None:
     """
     file = out / JOBS_FILE
     ids = [line.split()[1] for line in file.read_text().splitlines()] if file.exists() else []
-    deadline_s = time.monotonic() + wait_s
+    deadline_s, is_told = time.monotonic() + wait_s, False
     while states := _states(ids):
         cure = "wait for their end" if states == {ENDING} else f"scancel {' '.join(ids)}"
         if states != {ENDING} or time.monotonic() > deadline_s:
             raise ValueError(f"{out}: jobs of this run wait or run ({', '.join(sorted(states))}); cure: {cure}")
+        if not is_told:
+            print(f"waits up to {wait_s:.0f} s for the jobs that Slurm is ending: {' '.join(ids)}", flush=True)
+            is_told = True
         time.sleep(1)
 
 
 def _states(ids: Sequence[str]) -> set[str]:
-    """Return the states of the jobs that have not ended."""
-    with contextlib.suppress(ValueError):  # all of them are forgotten by now, or there is no Slurm here
-        return set(_answer("squeue", "--noheader", "--format=%T", f"--jobs={','.join(ids)}").split()) if ids else set()
-    return set()
+    """Return the states of the jobs that have not ended; none without Slurm. Raises ValueError if it gives no answer,
+    because jobs that are not seen might run.
+    """
+    if not ids or shutil.which("squeue") is None:
+        return set()
+    try:
+        return set(_answer("squeue", "--noheader", "--format=%T", f"--jobs={','.join(ids)}").split())
+    except ValueError as error:
+        if FORGOTTEN in str(error):
+            return set()
+        raise
 
 
 def submit(out: Path, scripts: Sequence[str]) -> None:

@@ -47,10 +47,8 @@ ROLES = ("engine", "actor")
 _WORD = re.compile(r"(engine|actor)s=([0-9]{1,5})\.\.([0-9]{1,5})")
 LOOK_EVERY_S = 1.0
 DEAD_S = 5.0  # Seconds without a change of its row after which another autoscaler takes over
-LEAST_STEPS, MOST_STEPS = (
-    3,
-    10,
-)  # Steps since the last change that a decision needs, and number of steps that it looks at
+LEAST_STEPS = 3  # Steps since the last change that a decision needs
+MOST_STEPS = 10  # Newest steps that it looks at
 STALLED = 5.0  # Times ``settle_s`` without enough steps, or without the desired processes, after which it goes on
 
 

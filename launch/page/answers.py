@@ -1,6 +1,7 @@
 """The answers of a page about a whole run, as plain maps: what the server sends, and what an export holds."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -9,6 +10,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.metrics import dictionary
 from tidemill.launch.page.columns import BUCKETS, MetricColumns, rounded, shown_first
 from tidemill.launch.page.lanes import fleet_facts, process_of
+from tidemill.launch.page.logs import RunLogs
 from tidemill.launch.page.reader import UNANSWERED_S, RunReader
 from tidemill.launch.page.texts import fact, made_safe, safe, to_json
 from tidemill.launch.run.desired import ROLES, LiveHost
@@ -39,9 +41,9 @@ _GROUPS = {
 class RunAnswers:
     """Answers from the present state of a reader; nothing here waits for the bus."""
 
-    def __init__(self, reader: RunReader, *, resume: str = "") -> None:
-        """``resume``: command that continues the run, if it is known here."""
-        self._reader, self._resume = reader, resume
+    def __init__(self, reader: RunReader, *, resume: str = "", logs: Path | None = None) -> None:
+        """``resume``: command that continues the run, ``logs``: directory of its logs, if they are known here."""
+        self._reader, self._resume, self._logs = reader, resume, RunLogs(logs)
         self.mode = "ended" if reader.ended else "live"
 
     # ---- the run
@@ -308,7 +310,7 @@ class RunAnswers:
         """Return every process with its newest row."""
         alive = [row for row, age_s in self._reader.rows if age_s <= SILENT_S]
         lanes = self._reader.lanes.lanes.values()
-        return [process_of(lane, unreachable(lane.row.nonce, alive)) for lane in lanes]
+        return [process_of(lane, unreachable(lane.row.nonce, alive), self._logs.name_of(lane.row)) for lane in lanes]
 
     def fleet(self, begin_s: float = 0.0, end_s: float = float("inf")) -> JsonObject:
         """Return the processes, their segments and the pushes of the last hour, and the engines by their samples."""
@@ -332,7 +334,7 @@ class RunAnswers:
         queue["stream_messages"] = None if reader.samples is None else reader.samples.messages
         disks = ("bus_bytes", "checkpoints_free_bytes")
         queue |= {name: reader.metrics.mean(f"disk/{name}", 1) for name in disks}
-        return queue | {"facts": fleet_facts(queue, [lane.row for lane in reader.lanes.lanes.values()])}
+        return queue | {"facts": fleet_facts(queue, reader.lanes.lanes.values())}
 
     def _hosts(self) -> list[JsonObject]:
         """Return the live hosts, with the running and the desired number of processes of each role."""

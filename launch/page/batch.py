@@ -48,12 +48,13 @@ async def batch_of(reader: RunReader, samples: SampleAnswers, step: int) -> Json
     slowest = max(ranks, key=lambda rank: int(rank["tokens"]))["rank"] if len(ranks) > 1 else None
     pace, groups = pace_of(reader, step), _groups(plan, pieces)
     shared = metrics.get("train/shared_tokens")
+    waits = "waits included" if slowest is None else f"slowest: rank {slowest}"
     facts = [
         fact("filled", fill, "share", "of the rows' tokens"),
         fact("padding", padding_share, "share"),
         fact("samples", len(plan.seqs), "count", f"{len(groups):,} groups"),
         fact("shared prompts", shared, "count", "tokens computed once"),
-        fact("time", pace["seconds"], "s", "waits included" if slowest is None else f"slowest: rank {slowest}"),
+        fact("time", pace["seconds"], "s", waits, status="warn" if pace["slow"] else "none"),
     ]
     return {
         "step": step,

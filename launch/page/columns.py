@@ -173,4 +173,7 @@ def rounded(value: float) -> float | None:
 def shown_first(columns: MetricColumns) -> list[tuple[str, list[str]]]:
     """Return the metrics of this run that are shown before a search, by heading."""
     known = set(columns.names)
-    return [(name, [one for one in columns.choose(names.split()) if one in known]) for name, names in _SHOWN.items()]
+    return [
+        (name, [metric for metric in columns.choose(names.split()) if metric in known])
+        for name, names in _SHOWN.items()
+    ]

@@ -1,7 +1,7 @@
 """The settings of a run for its page: from the row ``run/config``, beside their defaults and meanings.
 
-Secrets are never settings: they come from the environment. What a user has put into an option of a reward or a rollout
-all the same, an address with a password or an ``api_key``, is hidden here.
+Secrets come from the environment. What a user has put into an option of a reward or a rollout all the same is hidden
+here under known names of secrets (``api_key``), as are the users of addresses; under another name it is shown.
 """
 
 import re
@@ -20,9 +20,13 @@ HIDDEN = "(hidden)"
 MAX_VALUE = 2000  # Characters of one value
 MAX_SETTINGS, MAX_PARTS = 2000, 200  # Settings of an answer, and parts of a list
 _SECRET_NAME = re.compile(
-    r"(?i)(?:^|[_.-])(?:pass|passwd|password|passphrase|secret|token|api_?key|access_?key|private_?key|credentials?"
-    r"|authorization|auth_?key|cookie)$"
+    r"(?:^|_)(?:passw(?:or)?d|passphrase|pwd|secret|credential|bearer|authorization|cookie"
+    r"|(?:api|access|private|secret|auth|account)_?key)s?(?:_|$)|(?:^|_)(?:pass|auth|key)s?$|(?:token|password|secret)s?$"
 )
+"""Names of secrets as words in small letters, joined by ``_``."""
+_NAME_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # ``X-Api-Key``, ``authToken`` and ``api_key2`` have two
+_OPTION = re.compile(r"(?<![\w-])(--?[\w-]+(?:=| +)|\w+=|(?i:bearer) +)(?!--)(\S+)")
+_COUNT = re.compile(r"[\d._]*")
 
 
 def configuration_of(row: Mapping[str, Any]) -> JsonObject:
@@ -37,11 +41,11 @@ def configuration_of(row: Mapping[str, Any]) -> JsonObject:
         changed = path not in defaults or value != defaults[path]
         settings.append(
             {
-                "path": safe(path[:MAX_VALUE]),
+                "path": safe(masked(path)[:MAX_VALUE]),
                 "value": _shown(path, value),
                 "default": _default_texts().get(path),
                 "changed": changed,
-                "meaning": meanings.get(path) or meanings.get(_of_map(path), ""),
+                "meaning": next(filter(None, map(meanings.get, _in_reference(path))), ""),
             }
         )
         if len(settings) == MAX_SETTINGS:
@@ -54,14 +58,37 @@ def _shown(path: str, value: Any) -> str:
 
 
 def _without_secrets(path: str, value: Any) -> Any:
-    """Return the value with ``HIDDEN`` in the place of texts with the name of a secret."""
+    """Return the value with ``HIDDEN`` in the place of what has the name of a secret; texts are cut."""
     if isinstance(value, Mapping):
         return {name: _without_secrets(f"{path}.{name}", part) for name, part in value.items()}
+    if not any(name in _meanings() for name in _names_of_maps(path)) and _is_secret(path, value):
+        return HIDDEN
     if isinstance(value, list):
-        return [_without_secrets(path, part) for part in value[:MAX_PARTS]]
-    if not isinstance(value, str):
-        return value
-    return HIDDEN if value and _SECRET_NAME.search(path) else value[:MAX_VALUE]
+        options = ["", *value]
+        return [
+            HIDDEN if _is_value(option, part) and _is_secret(option, part) else _without_secrets(path, part)
+            for option, part in zip(options, value[:MAX_PARTS], strict=False)
+        ]
+    return masked(_OPTION.sub(_hidden_option, value))[:MAX_VALUE] if isinstance(value, str) else value
+
+
+def _is_value(option: Any, part: Any) -> bool:
+    """Return whether a part of a list is the value of the option of a command before it."""
+    is_option = isinstance(option, str) and option.startswith("-") and "=" not in option
+    return is_option and not str(part).startswith("--")
+
+
+def _hidden_option(match: re.Match[str]) -> str:
+    return match[1] + (HIDDEN if _is_secret(match[1], match[2]) else match[2])
+
+
+def _is_secret(path: str, value: Any) -> bool:
+    """Return whether a part of the path names a secret; a number of tokens is none."""
+    if not value or isinstance(value, bool):
+        return False
+    names = ("_".join(_NAME_WORD.findall(name)).lower() for name in path.split("."))
+    found = [name for name in names if _SECRET_NAME.search(name)]
+    return bool(found) and not (found[-1].endswith("tokens") and _COUNT.fullmatch(str(value)))
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,10 +115,15 @@ def _meanings() -> Mapping[str, str]:
     return {entry.path: entry.sentence for entry in reference.entries()}
 
 
-def _of_map(path: str) -> str:
-    """Return the path of the reference for a setting of a map's entry: ``rollouts.NAME.use``."""
+def _in_reference(path: str) -> Iterator[str]:
+    """Yield the paths of the reference that may describe a setting, the nearest first."""
+    yield from _names_of_maps(path)
     parts = path.split(".")
-    names = (".".join([*parts[:place], "NAME", *parts[place + 1 :]]) for place in range(1, len(parts)))
-    above = (".".join(parts[:place]) for place in range(len(parts) - 1, 0, -1))
-    known = _meanings()
-    return next((name for name in (*names, *above) if known.get(name)), "")
+    yield from (".".join(parts[:place]) for place in range(len(parts) - 1, 0, -1))
+
+
+def _names_of_maps(path: str) -> Iterator[str]:
+    """Yield the path, and it as the entry of a map: ``rollouts.NAME.use``."""
+    yield path
+    parts = path.split(".")
+    yield from (".".join([*parts[:place], "NAME", *parts[place + 1 :]]) for place in range(1, len(parts)))

@@ -78,7 +78,7 @@ async def _data(reader: RunReader, answers: RunAnswers, samples: SampleAnswers) 
         "/api/series": answers.series(),
         "/api/flow": answers.flow(),
         "/api/lags": answers.lags(),
-        "/api/fleet": answers.fleet(),
+        "/api/fleet": _without_logs(answers.fleet()),
         "/api/histogram": await samples.histogram(""),
         "/api/samples": listed,
         "/api/config": configuration_of(reader.settings.row),
@@ -109,6 +109,12 @@ async def _data(reader: RunReader, answers: RunAnswers, samples: SampleAnswers) 
         truncated.append(f"samples before #{listed['next']}: the newest {MAX_PAGE} are here")
     exported = {"version": _version(), "time_s": reader.now_s, "truncated": truncated}
     return {"exported": exported, "answers": made}
+
+
+def _without_logs(fleet: JsonObject) -> JsonObject:
+    """Return the fleet without the places of its logs: they are of no use in a file that is passed on."""
+    lanes = [{name: value for name, value in lane.items() if not name.startswith("log")} for lane in fleet["lanes"]]
+    return fleet | {"lanes": lanes}
 
 
 def html_of(data: JsonObject, run: str) -> str:

@@ -40,8 +40,7 @@ async def serve(args: argparse.Namespace, url: str, run: str, draining: asyncio.
         samples = SampleAnswers(reader, model_dirs(args))
         compared = ComparedRuns(url, run, args.compare)
         routes = commands(bus) if args.operator else None
-        logs = Path(args.run_dir) / "logs" if args.run_dir else None
-        server = PageServer(reader, answers, samples, access, compared, routes, args.renderers, logs)
+        server = PageServer(reader, answers, samples, access, compared, routes, args.renderers, logs_of(args))
         address = await _listening(stack, server, args)
         # With a file, the output may be a log that others read: the token is in the file alone.
         tokens = (access.token, access.operator) if args.url_file is None else ("", "")
@@ -61,7 +60,12 @@ def readers(bus: Bus, args: argparse.Namespace) -> tuple[RunReader, RunAnswers]:
     checkpoints = None if root is None else root / "checkpoints"
     reader = RunReader(bus, ended=args.ended, checkpoints=checkpoints)
     resume = "" if root is None else f"tidemill up {root / CONFIG_FILE} --resume"
-    return reader, RunAnswers(reader, resume=resume)
+    return reader, RunAnswers(reader, resume=resume, logs=logs_of(args))
+
+
+def logs_of(args: argparse.Namespace) -> Path | None:
+    """Return the directory of the run's logs, if it is on this machine."""
+    return Path(args.run_dir) / "logs" if args.run_dir else None
 
 
 def with_token(address: str, token: str) -> str:
@@ -80,8 +84,10 @@ def access_of(args: argparse.Namespace, url: str) -> PageAccess:
 
 
 def _has_users(args: argparse.Namespace, url: str) -> bool:
-    if args.run_dir and not args.bus:  # the bus of an ended run always has a password, made for this process
-        return bool(yaml_file.read(Path(args.run_dir) / CONFIG_FILE)[0]["bus"].get("auth"))
+    config = Path(args.run_dir) / CONFIG_FILE
+    # The bus of an ended run always has a password, made for this process. A directory of `tidemill bus` has no file.
+    if args.run_dir and not args.bus and config.exists():
+        return bool(yaml_file.read(config)[0]["bus"].get("auth"))
     return bool(parse(url).password)
 
 

@@ -62,7 +62,7 @@ class PageServer:
         """``commands``: routes of an operator. ``renderers``: directory of modules that draw samples. ``logs``: of the
         run's processes, if they are on this machine.
         """
-        self._renderers, self._logs = renderers, RunLogs(logs)
+        self._renderers, self._logs = renderers, RunLogs(logs, guarded=access.guarded)
         self._reader, self._answers, self._samples, self._compared = reader, answers, samples, compared
         self._access, self.feed, self._files = access, Feed(reader, answers), read_files()
         self.listener = Listener(

@@ -32,10 +32,11 @@ OF_THIS_MACHINE = ("file", "local")
 MOST_PENDING = 2
 """Checkpoints that may wait for their copies, or for their upload; while there are as many, none is written."""
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://[^\s?#*\[\]]+")
-_USER = re.compile(r"(?<=://)[^\s]*:[^\s]*@")
-"""A user with a password, which may have any character: up to the last @ of the word."""
+_WORD, _UNQUOTED = re.compile(r"\S+"), re.compile(r"[^\s'\"]+")
+_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
+"""Protocols with the name of a container before the @, where others have a user."""
 _SECRET = re.compile(r"(?i)((?:AccountKey|Signature|Token)=)[^\s;&'\"]+")
-_QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
+_ADDRESS = re.compile(r"\w://")
 
 
 @section
@@ -74,7 +75,7 @@ def protocol_of(url: str) -> str:
 def refuse_url(store: str) -> None:
     """Raise ValueError for a text that is no URL of a store, and for a password: settings are in files and logs."""
     shown = masked(store)
-    if _USER.search(store):
+    if ":" in store.partition("://")[2].rpartition("@")[0]:
         raise ValueError(
             "store: want a URL without a password, which the environment of each process gives its package, "
             f"got {shown!r}"
@@ -90,8 +91,28 @@ def refuse_url(store: str) -> None:
 
 
 def masked(text: str) -> str:
-    """Return a text without passwords, queries (which may be signatures) and keys of accounts in its URLs."""
-    return _SECRET.sub(r"\1***", _QUERY.sub(r"\1?***", _USER.sub("***@", text)))
+    """Return a text without users, queries (which may be signatures) and keys of accounts in its URLs.
+
+    Word by word, in time linear in the length: pages do it with logs, in which a line may have any length.
+    """
+    without_users = _WORD.sub(lambda word: _without_user(word[0]), text)
+    return _SECRET.sub(r"\1***", _UNQUOTED.sub(lambda word: _without_query(word[0]), without_users))
+
+
+def _without_user(word: str) -> str:
+    """Return a word without the user of its URL; a password may have any character, up to the last @."""
+    protocol, _, rest = word.partition("://")
+    end = rest.rfind("@")
+    if end < 0 or ":" not in rest[:end]:
+        is_container = protocol.endswith(_CONTAINERS)
+        end = -1 if is_container else rest.partition("/")[0].rfind("@")
+    return word if end < 0 else f"{protocol}://***{rest[end:]}"
+
+
+def _without_query(word: str) -> str:
+    address = _ADDRESS.search(word)
+    query = -1 if address is None else word.find("?", address.end())
+    return word if query < 0 else f"{word[:query]}?***"
 
 
 ROLLOUT = "rollout"

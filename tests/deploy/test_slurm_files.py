@@ -9,7 +9,7 @@ import pytest
 
 from tests.waits import LIMIT_S
 from tidemill.launch.cli import main as cli
-from tidemill.launch.cli.slurm import TEMPLATES, Jobs, Place, changed_settings, files
+from tidemill.launch.cli.slurm import TEMPLATES, Jobs, Place, changed_settings, files, refuse_running
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.run_paths import CONFIGS
@@ -106,3 +106,46 @@ def test_a_command_that_cannot_work_says_why(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["slurm", "smoke", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_ranks_of_a_node_may_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks = ["learner.nodes=2", "learner.data_parallel=16", "learner.device=auto"]
+    settings = [word for setting in ranks for word in ("--set", setting)]
+    assert cli.main(["slurm", "smoke", "--gpus-per-node", "8", *settings]) == 0
+    assert "--gpus-per-node=8" in (tmp_path / "runs/smoke/slurm/head.sbatch").read_text()
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program squeue that prints the first line of a file and removes it, or fails with the words behind ``!``."""
+    answers, program = tmp_path / "answers", tmp_path / "squeue"
+    program.write_text(
+        f"#!/bin/sh\nline=$(head -n 1 {answers})\nsed -i 1d {answers}\n"
+        'case "$line" in "!"*) echo "${line#!}" >&2; exit 1;; *) echo "$line";; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "jobs").write_text("head 17\nengines 18\n")
+    return answers
+
+
+def test_jobs_that_slurm_is_ending_are_awaited(
+    squeue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    squeue.write_text("COMPLETING\n!slurm_load_jobs error: Invalid job id specified\n")
+    refuse_running(tmp_path)
+    assert "waits up to 120 s for the jobs that Slurm is ending: 17 18" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("RUNNING", "wait or run \\(RUNNING\\); cure: scancel 17 18"),
+        ("!slurm_load_jobs error: Unable to contact slurm controller", "Unable to contact slurm controller"),
+    ],
+)
+def test_jobs_that_may_run_are_refused(squeue: Path, tmp_path: Path, answer: str, words: str) -> None:
+    squeue.write_text(f"{answer}\n")
+    with pytest.raises(ValueError, match=words):
+        refuse_running(tmp_path)

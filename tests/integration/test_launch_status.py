@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.bus.wire.task_settings import Budget
 from tidemill.launch.cli.find_run import find_run
 from tidemill.launch.cli.status import print_status, read_status, unserved
-from tidemill.launch.run.access import BUS_URL_FILE
+from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE
 from tidemill.launch.run.up import CONFIG_FILE
 
 
@@ -311,6 +313,26 @@ async def test_a_run_that_up_did_not_start_is_found_by_the_address_in_its_direct
     async with open_bus() as bus:
         (tmp_path / BUS_URL_FILE).write_text(nats_server.url)
         assert await asyncio.to_thread(find_run, str(tmp_path), "", "") == (nats_server.url, bus.run)
+
+
+def test_users_of_a_bus_in_a_directory_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its password comes from the environment: nobody but the owner may look into the directory."""
+    monkeypatch.setenv("TIDEMILL_BUS_USER", "viewer")
+    monkeypatch.setenv("TIDEMILL_BUS_PASSWORD", "pass")
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # the directories of tests are private
+        root = Path(directory)
+        root.chmod(0o755)
+        (root / BUS_URL_FILE).write_text("nats://h:1")
+        (root / AUTH_DIR).mkdir(mode=0o700)
+        assert find_run(directory, "", "r") == ("nats://viewer:pass@h:1", "r")
+        (root / AUTH_DIR).chmod(0)
+        user = os.geteuid()
+        if not user:
+            os.seteuid(65534)
+        try:
+            assert find_run(directory, "", "r") == ("nats://viewer:pass@h:1", "r")
+        finally:
+            os.seteuid(user)
 
 
 def test_a_run_is_found_by_its_directory(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from tidemill.launch.page.access import POLICY, PageAccess
 from tidemill.launch.page.serve import access_of
 from tidemill.launch.page.static_files import joined, read_files
 from tidemill.launch.run.servers import URL_FILE, keep_page
+from tidemill.launch.settings.run_config import CONFIG_FILE
 
 # ---- access
 
@@ -53,6 +54,15 @@ def test_a_token_is_made_where_another_machine_or_another_user_could_look() -> N
         access = access_of(args, line)
         assert (bool(access.token), bool(access.operator)) == needed, words
         assert access.guarded == needed[0] and (not access.token or len(access.token) >= 32)
+
+
+def test_users_of_a_bus_alone_are_known_by_its_address(tmp_path: Path) -> None:
+    """In the directory of `tidemill bus` there are no settings."""
+    args = cli.command_parser(("dashboard",)).parse_args(["dashboard", "--run-dir", str(tmp_path)])
+    args.viewer_token = args.operator_token = ""
+    assert not access_of(args, "nats://h:1").token and access_of(args, "nats://viewer:secret@h:1").token
+    (tmp_path / CONFIG_FILE).write_text("run: r\nbus:\n  auth: false\n")
+    assert not access_of(args, "nats://viewer:secret@h:1").token, "made for a run that is over"
 
 
 def secure(answer: Answer) -> bool:

@@ -273,6 +273,7 @@ async def test_overview_batch_groups_and_prompts(open_bus: BusOpener) -> None:
             assert [piece["seq"] for piece in row["rows"][0]["pieces"]] == [1, 2, 3, 4]
             assert [piece["shared"] for piece in row["rows"][0]["pieces"]] == [False, True, False, True]
             assert row["tokens"] == 4 * 6
+            assert [fact["status"] for fact in batch["facts"] if fact["name"] == "time"] == ["warn"]
             assert batch["pace_words"] == "slow: waiting for a push took 5 s, in the median step 0 s"
             assert {"name": "trainable tokens", "unit": "", "value": 1000.0, "usual": 1000.0} in batch["pace"]
             assert (await page.get("metrics"))["metrics"], "each is described"

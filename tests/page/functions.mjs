@@ -7,7 +7,7 @@ import * as format from "./format.js";
 import { nearest } from "./curves.js";
 import { layFlow } from "./charts.js";
 import { isOld } from "./flow.js";
-import { Segments, phaseShares } from "./lanes.js";
+import { Segments, phaseShares, useWords } from "./lanes.js";
 import { search, smooth } from "./learning.js";
 import { EmbeddedSource, filterWords, matcher } from "./source.js";
 import { overlayValue } from "./sample.js";
@@ -43,6 +43,13 @@ test("control and bidirectional characters stand as escapes, line feeds and join
     const shown = format.visible(String.fromCodePoint(code));
     assert.ok(!/[\p{Cc}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/u.test(shown.replace(/[\n\t]/, "")), code.toString(16));
   }
+});
+
+test("the use of all GPUs of a process, not of its first", () => {
+  const devices = [{ utilisation: 0.87 }, { utilisation: 0.13 }, { utilisation: null }];
+  assert.equal(useWords({ devices, cpu_share: 1 }), "GPU 50 % of 2");
+  assert.equal(useWords({ devices: [devices[2], devices[0]], cpu_share: 1 }), "GPU 87 %");
+  assert.equal(useWords({ devices: [], cpu_share: 1.5 }), "CPU 150 %");
 });
 
 test("links come back as they were written", () => {

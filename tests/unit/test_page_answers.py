@@ -81,6 +81,7 @@ def test_a_step_that_waited_for_samples_names_the_slow_push_before_it() -> None:
         "slow: waiting for samples took 80 s, in the median step 4 s; the push of version 6 took 58.5 s, "
         "engines with it: 1"
     )
+    assert pace["slow"] and not pace_of(reader, 8)["slow"]
     assert pace["seconds"] == 92.0, "a push goes on beside training"
     assert pace_of(reader, 8)["pace_words"] == "about as long as the median step"
 

@@ -2,6 +2,9 @@
 
 import json
 import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import pytest
 from tests.page_kit import HOSTILE, SHOWN
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.page.configuration import HIDDEN, MAX_SETTINGS, configuration_of
+from tidemill.launch.page.export import _without_logs
+from tidemill.launch.page.lanes import Lane, process_of
 from tidemill.launch.page.ledger import RunLedger, audit_words
-from tidemill.launch.page.logs import MAX_LINE, MAX_LINES, MAX_READ_BYTES, RunLogs
+from tidemill.launch.page.logs import MAX_FILES, MAX_LINE, MAX_LINES, MAX_READ_BYTES, PRIVATE, RunLogs
 from tidemill.launch.settings.config_loader import from_map, to_map
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.launch.settings.run_row import to_row
@@ -47,6 +52,25 @@ SECRETS = {
     "nested": [{"hf_token": "sk-four"}],
     "judge-url": "https://user:sk-five@judge:8000/v1?signature=sk-six",
     "connection": "AccountKey=sk-seven;more",
+    "X-Api-Key": "sk-a",
+    "api_keys": ["sk-b", "sk-c"],
+    "apikeys": "sk-d",
+    "api_key2": "sk-e",
+    "authToken": "sk-f",
+    "openai_key": "sk-g",
+    "account_key": "sk-h",
+    "bearer": "sk-i",
+    "pwd": "sk-j",
+    "api key": "sk-k",
+    "token": {"value": "sk-l", "of": [{"x": "sk-m"}]},
+    "OPENAIToken": "sk-n",
+    "command": ["judge", "--token", "sk-o", "--api-key=sk-p", "HF_TOKEN=sk-q"],
+    "line": "judge --token sk-r --auth-token=sk-s -H 'Authorization: Bearer sk-t'",
+    "address": "https://sk-u@h/v1",
+    "a list": ["https://sk-v@h/v1@x,https://sk-w@h2"],
+    "cut": "x" * 1990 + " https://user:sk-x@h",
+    "https://sk-y:sk-z@h": {"x": 1},
+    "nested-2": [{"https://sk-1:sk-2@h": [{"token": {"x": "sk-3"}}]}],
 }
 
 
@@ -58,6 +82,19 @@ def test_no_secret_is_shown() -> None:
     assert settings["actor.reward_options.api_key"]["value"] == HIDDEN
     assert "judge:8000/v1" in settings["actor.reward_options.judge-url"]["value"]
     assert settings["bus.kv_tokens"]["value"] == "5", "tokens of a model are no secret"
+
+
+def test_a_secret_of_any_type_is_hidden_and_what_only_sounds_like_one_is_not() -> None:
+    options = {"password": 12345678, "pwd": 1.5, "max_tokens": 512, "use_token": True, "token": "", "tokenizer": "gpt"}
+    options |= {"command": ["--max-tokens", "512", "--no-auth", "--tokenizer", "gpt"]}
+    options |= {"line": "x --max-tokens 512 --no-auth --y"}
+    shown = {path.rpartition(".")[2]: line["value"] for path, line in by_path({"actor": {"o": options}}).items()}
+    assert (shown["password"], shown["pwd"], shown["max_tokens"], shown["use_token"]) == (HIDDEN, HIDDEN, "512", "true")
+    assert (shown["token"], shown["tokenizer"], shown["line"]) == ("''", "gpt", options["line"])
+    assert shown["command"] == "[--max-tokens, '512', --no-auth, --tokenizer, gpt]"
+    config = {"run": "r", "data": {"sources": {"sums": {"path": "x", "prompt_key": "text"}}}}
+    lines = by_path(to_map(from_map(config, "test")))
+    assert HIDDEN not in json.dumps(lines) and lines["data.sources.sums.prompt_key"]["value"] == "text"
 
 
 def test_a_row_of_any_shape_is_shown_as_text() -> None:
@@ -122,6 +159,66 @@ def test_a_log_that_is_not_here_has_its_place_and_no_row_leads_to_a_file(logs: P
     for directory in (None, logs / "none"):
         answer = RunLogs(directory).as_map("", [row])
         assert (answer["logs"], answer["lines"], len(answer["elsewhere"])) == ([], None, 1)
+
+
+def test_a_cut_line_shows_no_part_of_a_password(logs: Path) -> None:
+    filled = "x" * (MAX_LINE - 20)
+    (logs / "engine-0.log").write_text(f"{filled} nats://a:sk-one{'y' * 4 * MAX_LINE}@h\n{filled} ws://sk-two@h\n")
+    assert "sk-" not in json.dumps(RunLogs(logs).as_map("engine-0", []))
+
+
+def test_of_many_logs_the_one_of_the_learner_is_found(logs: Path) -> None:
+    for number in range(MAX_FILES + 100):
+        (logs / f"actor-{number}.log").touch()
+    answer = RunLogs(logs).as_map("", [])
+    assert (answer["name"], len(answer["lines"]), len(answer["logs"])) == ("learner", MAX_LINES, MAX_FILES)
+    assert RunLogs(logs).as_map("learner", [])["lines"]
+
+
+class OpenFolder(RunLogs):
+    """Names a file that is gone when it is opened."""
+
+    def _files(self) -> Iterator[str]:
+        return iter(["gone"])
+
+
+def test_a_log_that_cannot_be_read_has_the_reason(logs: Path) -> None:
+    answer = OpenFolder(logs).as_map("gone", [])
+    assert answer["lines"] is None and "No such file" in answer["reason"]
+    assert RunLogs(logs).as_map("x", [])["reason"] == "no log of x is on this machine"
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """Yield a directory that every user may enter: the directories of tests are private."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+def test_without_a_token_only_logs_are_shown_that_every_user_may_read(open_directory: Path) -> None:
+    folder = open_directory / "run" / "logs"
+    folder.mkdir(parents=True)
+    folder.chmod(0o755)
+    folder.parent.chmod(0o755)
+    log = folder / "learner.log"
+    log.write_text("one\n")
+    for mode, parent, is_shown in ((0o644, 0o755, True), (0o640, 0o755, False), (0o644, 0o750, False)):
+        log.chmod(mode)
+        folder.parent.chmod(parent)
+        answer = RunLogs(folder, guarded=False).as_map("learner", [])
+        assert (answer["lines"], answer["reason"]) == ((["one"], "") if is_shown else (None, PRIVATE))
+        assert RunLogs(folder).as_map("learner", [])["lines"] == ["one"]
+
+
+def test_a_process_leads_to_its_log_only_if_that_is_here(logs: Path) -> None:
+    row = LiveRow(role="actor", id="a", host=socket.gethostname(), pid=1, phase="serving", log=str(logs / "a.log"))
+    assert RunLogs(logs).name_of(row) == "a"
+    for changes in ({"host": "gpu-7"}, {"log": "/elsewhere/a.log"}, {"log": str(logs / "a.env")}, {"log": ""}):
+        assert RunLogs(logs).name_of(replace(row, **changes)) == ""
+    fleet = _without_logs({"lanes": [process_of(Lane(row), (), "a")]})
+    assert fleet["lanes"][0]["lane"] == "actor a" and str(logs) not in json.dumps(fleet), "of an exported file"
+    assert RunLogs(None).name_of(row) == RunLogs(None).name_of(replace(row, log="a.log")) == ""
 
 
 CHECKED = {"state": "checked", "lost": 0, "twice": 0, "problems": [], "at_seq": 9}

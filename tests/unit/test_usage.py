@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tidemill.bus.system import usage
 from tidemill.bus.system.usage import UseMeter, device_use, open_nvml, tree_use
 from tidemill.bus.wire.rows import Capabilities, DeviceUse, LiveRow, MachineUse, row_of
 from tidemill.launch.metrics.prometheus import MOST_MEMBERS, RunState
-from tidemill.launch.page.lanes import Lane, process_of
+from tidemill.launch.page.lanes import DOWN, Lane, Segment, fleet_facts, process_of
 
 GPU, SLICE = "GPU-5a", "MIG-7c"
 DRIVER = """
@@ -66,6 +67,29 @@ def test_without_the_package_or_a_driver_there_are_no_devices_and_no_thread_goes
     meter = UseMeter()
     assert meter.read([GPU])["devices"] == []
     poll(lambda: not any(thread.name == "device use" for thread in threading.enumerate()))
+
+
+def test_another_package_of_the_name_ends_no_thread(
+    driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage, "EVERY_S", 0.01)
+    driver()
+    (tmp_path / "pynvml.py").write_text("def nvmlInit(): pass\n")
+    meter = UseMeter()
+    try:
+        poll(lambda: meter.read([GPU])["devices"] == [{"device": GPU}])
+    finally:
+        meter.end()
+
+
+def test_a_heartbeat_does_not_wait_for_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "TREE_EVERY_S", 0.0)
+    meter, go_on = UseMeter(), threading.Event()
+    monkeypatch.setattr(usage, "tree_use", lambda children: (go_on.wait() and 1e9, 7))
+    before = meter.read([])
+    assert meter.read([]) == before
+    go_on.set()
+    poll(lambda: meter.read([])["memory_bytes"] == 7)
 
 
 def test_a_row_has_the_use_of_its_process_and_its_devices(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +164,25 @@ def test_prometheus_has_the_use_by_process_and_device() -> None:
     series = RunState(run="r", rows=[(row_with(hostile), 0.0)]).series().samples
     assert len(series["process/device_utilisation"]) == MOST_MEMBERS
     assert all("\n" not in labels["device"] for labels, _ in series["process/device_utilisation"])
+
+
+def lane_of(name: str, *devices: DeviceUse, silent_s: float = 0.0) -> Lane:
+    return Lane(replace(row_with(devices), id=name), silent_s)
+
+
+def test_facts_of_the_fleet_leave_out_the_dead_and_keep_the_numbers_of_a_shared_device() -> None:
+    """Two processes on two GPUs, of which one has no numbers; one silent process, and one whose row is gone."""
+    numbers = DeviceUse(device=GPU, utilisation=0.87), DeviceUse(device="GPU-6b", utilisation=0.13)
+    gone, silent = lane_of("gone", numbers[0]), lane_of("silent", numbers[1], silent_s=60.0)
+    gone.segments.append(Segment(DOWN, 0, 1.0, "is gone"))
+    queue = dict.fromkeys(("waiting", "leased", "stream_messages", "stream_bytes", "bus_bytes"), 0)
+    queue |= {"full": "", "checkpoints_free_bytes": 0}
+    for alive in ([lane_of("a", *numbers), lane_of("b")], [lane_of("b"), lane_of("a", *numbers)]):
+        facts = {fact["name"]: fact for fact in fleet_facts(queue, [*alive, gone, silent])}
+        assert (facts["GPUs in use"]["value"], facts["GPUs in use"]["note"]) == (0.5, "of 2")
+        assert facts["CPU in use"]["value"] == 2.5
+    facts = {fact["name"]: fact for fact in fleet_facts(queue, [gone, silent])}
+    assert (facts["GPUs in use"]["value"], facts["CPU in use"]["value"]) == (None, None)
 
 
 def test_the_page_has_every_device_of_a_process_with_or_without_its_use() -> None:

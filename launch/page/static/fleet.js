@@ -10,10 +10,8 @@ const SPANS = { "1 min": 60, "10 min": 600, "1 h": 3_600 };
 const STATES = { working: "works (shade: version)", waiting: "waits", updating: "takes weights" };
 const MEANING = { ...STATES, draining: "drains", down: "is gone" };
 const COLUMNS = {
-  process: ({ lane, log }) => {
-    const [, name] = /([^/]+)\.log$/.exec(log ?? "") ?? [];
-    return name ? el("a", { href: link("setup", "", { log: name }), title: log }, lane) : lane;
-  },
+  process: ({ lane, log, log_name: name }) =>
+    name ? el("a", { href: link("setup", "", { log: name }), title: log }, lane) : lane,
   host: (lane) => lane.host,
   phase: ({ silent_s: silent, phase, waits_for: awaited }) => {
     if (silent > SILENT_S) return el("td.warned", `silent for ${duration(silent)}`);

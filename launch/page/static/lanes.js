@@ -182,9 +182,8 @@ export class Lanes extends Chart {
     const silent = lane.silent_s > SILENT_S && `silent ${duration(lane.silent_s)}`;
     const pace = lane.tokens_per_second ? `${num(lane.tokens_per_second)} tok/s` : lane.phase;
     const state = lane.trouble ? "△ trouble" : silent || pace;
-    const [device] = lane.devices;
-    const use = device?.utilisation != null ? `GPU ${percent(device.utilisation)}` : `CPU ${percent(lane.cpu_share)}`;
-    const words = [lane.version != null && `v${lane.version}`, state, lane.restarts > 0 && `↻ ${lane.restarts}`, use];
+    const version = lane.version != null && `v${lane.version}`;
+    const words = [version, state, lane.restarts > 0 && `↻ ${lane.restarts}`, useWords(lane)];
     const text = visible(words.filter(Boolean).join("  "));
     writeText(g, text, facts + 10, y + ROW / 2, { colour, width: FACTS - 8 });
   }
@@ -271,6 +270,14 @@ export class Lanes extends Chart {
     const rows = this.lanes.map((lane) => [lane.lane, lane.phase, version(lane), lane.trouble || "none"]);
     return { head: ["process", "phase", "version", "trouble"], rows, summary: `${rows.length} processes` };
   }
+}
+
+/** The mean use of the GPUs of a process that have a number, else that of the processor. */
+export function useWords({ devices, cpu_share: cores }) {
+  const shares = devices.map(({ utilisation }) => utilisation).filter((share) => share != null);
+  const mean = shares.reduce((sum, share) => sum + share / shares.length, 0);
+  if (!shares.length) return `CPU ${percent(cores)}`;
+  return `GPU ${percent(mean)}${shares.length > 1 ? ` of ${shares.length}` : ""}`;
 }
 
 function pushWords({ version, seconds, stall_seconds: stall, bytes: size, engines }) {

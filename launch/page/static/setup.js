@@ -26,13 +26,11 @@ class SetupView {
   text = el("pre.log", { dir: "ltr", tabindex: 0, "aria-label": "newest lines of the log" });
   note = el("p.mute");
   places = el("div");
-  asked = performance.now();
-
   constructor({ source, replace, query }, { settings }) {
     Object.assign(this, { source, replace, settings, log: query.log ?? "" });
     this.search = searchField("search settings", "search any setting: words", query.q, () => this.changed());
     const all = button(`all ${settings.length} settings`, () => ((this.search.value = "."), this.changed()));
-    const note = "changed ones are bold; secrets are never shown";
+    const note = "changed ones are bold; values under known names of secrets are hidden";
     const logs = panel("Logs", { note: "newest lines" }, this.names, this.text, this.note, this.places);
     this.root.append(panel("Settings", { note }, el("div.bar", this.search, all), this.found), logs);
     this.draw();
@@ -48,25 +46,33 @@ class SetupView {
     this.found.replaceChildren(tableOf(SETTING, lines, { caption: "Settings" }));
   }
 
+  /** The newest line is in sight; the page calls it once it is there, before which nothing has a height. */
+  shown() {
+    this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  /** Show the newest lines, unless another log was asked for meanwhile. */
   async load() {
-    this.asked = performance.now();
-    const answer = await this.source.get("logs", { name: this.log }).catch((problem) => ({ problem }));
+    const request = (this.request = this.source.get("logs", { name: this.log }));
+    const answer = await request.catch((problem) => ({ problem }));
+    if (request !== this.request) return null;
+    Object.assign(this, { request: null, answered: performance.now() });
     if (answer.problem) return this.places.replaceChildren(failure(answer.problem));
-    const { logs, name, lines, before_bytes: before, elsewhere } = answer;
-    const pick = (chosen) => ((this.log = chosen), this.changed(), this.load());
+    const { logs, name, lines, before_bytes: before, reason, elsewhere } = answer;
+    const pick = (chosen) => ((this.log = chosen), this.changed(), this.load().then(() => this.shown()));
     if (this.listed !== logs.join()) this.names.replaceChildren(choice(logs, name, pick, "log"));
     this.listed = logs.join();
     const { scrollTop, clientHeight, scrollHeight } = this.text;
+    const text = visible(lines?.join("\n") ?? "");
     this.text.hidden = !lines;
-    this.text.textContent = visible(lines?.join("\n") ?? "");
-    if (scrollTop + clientHeight >= scrollHeight - 4) this.text.scrollTop = this.text.scrollHeight;
-    const words = lines && `${bytes(before)} before these ${count(lines.length)} lines`;
-    this.note.textContent = words ?? `no log ${name && `of ${name} `}is on this machine`;
+    if (this.text.textContent !== text) this.text.textContent = text; // else a selection stays
+    if (scrollTop + clientHeight >= scrollHeight - 4) this.shown();
+    this.note.textContent = lines ? `${bytes(before)} before these ${count(lines.length)} lines` : visible(reason);
     return this.places.replaceChildren(...otherLogs(elsewhere));
   }
 
   update() {
-    return performance.now() - this.asked > LOG_EVERY_MS ? this.load() : null;
+    return this.request || performance.now() - this.answered < LOG_EVERY_MS ? null : this.load();
   }
 }
 
