@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -344,14 +345,17 @@ async def test_a_heartbeat_goes_on_where_the_use_of_the_machine_cannot_be_read(
     open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For example at a limit of threads."""
+    start = threading.Thread.start
 
-    def refused(children: bool) -> tuple[float, int]:
-        raise RuntimeError("can't start new thread")
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "process use":
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
     async with open_bus() as bus, HeartbeatPublisher(bus, row("e", "engine"), every_s=0.05) as heartbeat:
         await heartbeat.stored()
         monkeypatch.setattr(usage, "TREE_EVERY_S", 0.0)
-        monkeypatch.setattr(usage, "tree_use", refused)
+        monkeypatch.setattr(threading.Thread, "start", refused)
         for phase in ("draining", "done"):
             await until(lambda: "can't start new thread" in caplog.text)
             heartbeat.update(phase=phase)
