@@ -73,7 +73,7 @@ class SglangConfig:
         arguments = {name.replace("-", "_"): value for name, value in self.arguments.items()}
         return next((arguments[name] for name in names if name in arguments), None)
 
-    def count(self, name: str, setting: int) -> int:
+    def int_argument(self, name: str, setting: int) -> int:
         """Return the number in an argument, which takes precedence over a setting of the engine; 0 = none."""
         value = self.argument(name)
         return int(value) if isinstance(value, int | str) and str(value).isdecimal() else setting
@@ -141,8 +141,15 @@ class EngineConfig:
         """
         if self.kind != "sglang" or self.sglang.url:
             return self.max_context, self.kv_tokens
-        count = self.sglang.count
-        return count("context_length", self.max_context), count("max_total_tokens", self.kv_tokens)
+        given = self.sglang.int_argument
+        return given("context_length", self.max_context), given("max_total_tokens", self.kv_tokens)
+
+    @property
+    def kv_setting(self) -> str:
+        """Name of the setting that gives the second of ``context_bounds``."""
+        is_started = self.kind == "sglang" and not self.sglang.url
+        is_argument = is_started and self.sglang.int_argument("max_total_tokens", 0)
+        return "engine.sglang.arguments.max_total_tokens" if is_argument else "engine.kv_tokens"
 
 
 @section

@@ -119,8 +119,8 @@ class RequestLimits:
     """True if the model has routed experts, which can be returned."""
     max_responses: int = 4096
     """Maximum number of responses to one request."""
-    is_kv_bound: bool = False
-    """True if the engine has room for the keys and values of ``max_context`` tokens only (``engine.kv_tokens``)."""
+    kv_setting: str = ""
+    """Setting of the room for keys and values, where that room is what limits ``max_context``; else empty."""
 
 
 def parse_generate(body: Mapping[str, object], limits: RequestLimits) -> Generate:
@@ -192,7 +192,8 @@ def token_ids(prompt: object, where: str, limits: RequestLimits, *, room: int = 
         raise BadRequest(f"{where}: want token ids in 0 .. {limits.vocab_size - 1}, got {int(outside[0])}")
     if ids.size + room > limits.max_context:
         size, limit = ids.size, limits.max_context
-        cure = "; the room for keys and values limits it: raise engine.kv_tokens" if limits.is_kv_bound else ""
+        setting = limits.kv_setting
+        cure = f"; the room for keys and values limits it: raise {setting}" if setting else ""
         raise BadRequest(
             f"The input ({size} tokens) is longer than the model's context length ({limit} tokens) allows{cure}."
         )

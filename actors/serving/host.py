@@ -128,12 +128,12 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             raise UnsupportedModel("engine.max_context", f"{want}, got {context}")
         longest, room = self.config.context_bounds
         kv_tokens, text = kv_tokens or room, Text.read(self.model_dir)
-        max_context = min(longest or max_positions, max_positions, kv_tokens or max_positions)
+        max_context = min(at_most := min(longest or max_positions, max_positions), kv_tokens or at_most)
         self.text = text = None if text is None else text.bounded(max_context)
         self.limits = RequestLimits(
             vocab_size=vocab_size,
             max_context=max_context,
-            is_kv_bound=max_context == kv_tokens,
+            kv_setting=self.config.kv_setting if max_context < at_most else "",
             encode=text.encode if text is not None else None,
             max_responses=self.config.max_running + self.config.max_waiting,
             experts=experts,

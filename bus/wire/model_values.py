@@ -25,8 +25,8 @@ EXPERTS_OF = {
 }
 
 
-# The same of other families of transformers
-_OTHER_EXPERTS_OF = {
+# That key of further families, which Megatron's backend does not have
+OTHER_EXPERTS_OF = {
     "deepseek_v32": "n_routed_experts",
     "glm4_moe_lite": "n_routed_experts",
     "glm_moe_dsa": "n_routed_experts",
@@ -39,6 +39,20 @@ _OTHER_EXPERTS_OF = {
     "nemotron_h": "n_routed_experts",
     "qwen3_5_moe_text": "num_experts",
     "qwen3_next": "num_experts",
+}
+_WITH_STEP = ("qwen2_moe", "qwen3_moe", "qwen3_next")  # Families with mlp_only_layers and decoder_sparse_step
+_WITH_MLP_TYPES = ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear")  # with a list mlp_layer_types
+_LISTED, _LISTED_DEFAULT = "nemotron_h", "ME*-"  # The family whose files list all layers, and transformers' default
+
+# Layers before the first one with experts, by family: the key of config.json, and transformers' default
+_FIRST_DENSE = {
+    "deepseek_v3": ("first_k_dense_replace", 3),
+    "deepseek_v32": ("first_k_dense_replace", 3),
+    "glm4_moe": ("first_k_dense_replace", 1),
+    "glm4_moe_lite": ("", 1),  # no key
+    "glm_moe_dsa": ("first_k_dense_replace", 3),
+    "kimi_linear": ("first_k_dense_replace", 1),
+    "lfm2_moe": ("num_dense_layers", 2),
 }
 
 
@@ -88,36 +102,39 @@ def num_experts(values: JsonMapping) -> int:
 
 def sparse_layers(values: JsonMapping) -> list[bool]:
     """Return for each layer whether it has routed experts instead of one MLP, by config.json."""
-    layers = range(values["num_hidden_layers"])
-    if not num_experts(values):
-        return [False for _ in layers]
-    dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step") or 1
-    first = values.get("first_k_dense_replace") or 0
-    return [at not in dense and (at + 1) % every == 0 and at >= first for at in layers]
+    return _sparse_layers(values) if num_experts(values) else [False for _ in range(values["num_hidden_layers"])]
 
 
 def routing_sizes(values: JsonMapping) -> tuple[int, int, int, list[int]] | None:
     """Return numbers of layers, of experts and of the experts of a token, and the layers with routed experts, by
-    config.json; None for a dense model, or a family whose layers are not known here. Raises KeyError, TypeError.
+    config.json; None for a dense model, a family whose layers are not known here, or a file without these numbers.
+    """
+    count = num_experts(values) or values.get(OTHER_EXPERTS_OF.get(str(values.get("model_type")), ""))
+    of_token = values.get("num_experts_per_tok") or values.get("num_experts_per_token")  # the latter of kimi_linear
+    has_layers = isinstance(values.get("num_hidden_layers"), int) or values.get("model_type") == _LISTED
+    if not (has_layers and isinstance(count, int) and count and isinstance(of_token, int)):
+        return None
+    sparse = _sparse_layers(values)
+    return len(sparse), count, of_token, [at for at, has_experts in enumerate(sparse) if has_experts]
+
+
+def _sparse_layers(values: JsonMapping) -> list[bool]:
+    """Return for each layer of a model with experts whether it has some. A key that is missing has the value that
+    transformers gives it; a test compares it with transformers' classes.
     """
     family = str(values.get("model_type"))
-    count = num_experts(values) or values.get(_OTHER_EXPERTS_OF.get(family, ""))
-    if not count:
-        return None
-    kinds = _kinds_of_layers(values)
-    sparse = sparse_layers(values) if family in EXPERTS_OF else [kind in ("sparse", "moe", "E") for kind in kinds]
-    of_token = values.get("num_experts_per_tok") or values["num_experts_per_token"]  # the latter of kimi_linear
-    return len(sparse), int(count), int(of_token), [at for at, has_experts in enumerate(sparse) if has_experts]
-
-
-def _kinds_of_layers(values: JsonMapping) -> list[str]:
-    """Return a name for each layer: ``sparse``, ``moe`` and ``E`` are those with experts."""
-    for name in ("mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):  # the last two of nemotron_h
-        if values.get(name):
-            return list(values[name])
+    if family == _LISTED:
+        listed = (values.get(key) for key in ("layers_block_type", "layer_types", "hybrid_override_pattern"))
+        return [kind in ("moe", "E") for kind in next((kinds for kinds in listed if kinds), _LISTED_DEFAULT)]
+    if family in _WITH_MLP_TYPES and (kinds := values.get("mlp_layer_types")):
+        return [kind == "sparse" for kind in kinds]
     layers = range(values["num_hidden_layers"])
-    if step := values.get("interleave_moe_layer_step"):  # llama4
-        listed = values.get("moe_layers") or range(step - 1, len(layers), step)
-        return ["sparse" if at in listed else "dense" for at in layers]
-    first = values.get("first_k_dense_replace") or values.get("num_dense_layers") or 0
-    return ["sparse" if at >= first else "dense" for at in layers]
+    if family == "llama4_text":
+        step, chosen = values.get("interleave_moe_layer_step", 1), values.get("moe_layers")
+        return [at in (range(step - 1, len(layers), step) if chosen is None else chosen) for at in layers]
+    dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step") or 1
+    if family not in _WITH_STEP:
+        dense, every = (), 1
+    key, default = _FIRST_DENSE.get(family, ("", 0))
+    first = values.get(key, default) or 0
+    return [at not in dense and (at + 1) % every == 0 and at >= first for at in layers]

@@ -13,7 +13,7 @@ from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.actors.serving.builtin.shape import FAMILIES as DECODED
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.model_values import ROPE, ROPE_KEYS, as_older, language_values
+from tidemill.bus.wire.model_values import EXPERTS, LOCAL_EXPERTS, ROPE, ROPE_KEYS, as_older, language_values
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.launch.checks.backends import check_backend, check_megatrons_critic
 from tidemill.launch.checks.findings import Report
@@ -153,8 +153,11 @@ def _routed_bytes(report: Report, config: RunConfig, values: Mapping[str, object
         return 0
     if (routed := RoutedShape.of(values)) is not None:
         return routed.bytes_per_token
-    want = "none for a model without experts, or of a family whose layers with experts are not known (docs/models.md)"
-    cure = f"use learner.routing_replay: old, or none, for {values.get('model_type')}"
+    if any(values.get(key) for key in (EXPERTS, LOCAL_EXPERTS, "n_routed_experts")):
+        want = f"old or none: the layers with experts are not known for {values.get('model_type')} (docs/models.md)"
+        cure = "use learner.routing_replay: old, with which the learner records its own experts"
+    else:
+        want, cure = "none: the model has no experts", "remove the setting"
     report.error("model", "learner.routing_replay", want=want, got=ROLLOUT, cure=cure)
     return 0
 

@@ -2,8 +2,8 @@
 target.
 
 Pure functions; T = tokens of a packed row, all [T]. ``x = log pi_theta - log pi_ref`` (nats) of the sampled token,
-clamped to +-20. Expectations are over a token given its prefix; the prefixes are the data's, with no gradient.
-grad is the gradient in pi_theta.
+clamped to +-20. Means are over the next token of a prefix in the data, which is fixed: no gradient passes through the
+prefix. grad is the gradient in pi_theta.
 
     estimator    value             mean under pi    mean gradient as a loss, pi     mean gradient corrected, mu
     k1           x                 KL(pi||ref)      0: no loss, for the reward      grad KL(pi||ref)

@@ -54,7 +54,7 @@ class Senders:
     def __init__(self, earlier: tuple[str, ...] = ()) -> None:
         """``earlier``: actors that an earlier start has refused."""
         self.refused = set(earlier)
-        self.in_a_row: dict[str, int] = {}
+        self.invalid_streaks: dict[str, int] = {}
         """Invalid samples of each actor since its last valid one."""
         self._totals: Counter[str] = Counter()
         self._fruitless = 0
@@ -70,8 +70,8 @@ class Senders:
     def usable(self, actor: str) -> None:
         """Register a buffered sample of an actor."""
         self._fruitless = 0
-        if self.in_a_row:
-            self.in_a_row.pop(actor, None)
+        if self.invalid_streaks:
+            self.invalid_streaks.pop(actor, None)
         if actor in self.refused:
             self.refused.discard(actor)
             self._schedule(actor, None)
@@ -79,9 +79,9 @@ class Senders:
     def invalid(self, actor: str, reason: str) -> None:
         """Register an invalid sample of an actor, and refuse the actor after ``INVALID_IN_A_ROW`` of them."""
         self._fruitless += 1
-        if actor not in self.in_a_row and len(self.in_a_row) >= MAX_ACTORS:
-            del self.in_a_row[min(self.in_a_row, key=lambda name: self.in_a_row[name])]
-        self.in_a_row[actor] = count = self.in_a_row.get(actor, 0) + 1
+        if actor not in self.invalid_streaks and len(self.invalid_streaks) >= MAX_ACTORS:
+            del self.invalid_streaks[min(self.invalid_streaks, key=lambda name: self.invalid_streaks[name])]
+        self.invalid_streaks[actor] = count = self.invalid_streaks.get(actor, 0) + 1
         total = count_of(self._totals, actor)
         if total & (total - 1) == 0:  # at 1, 2, 4, 8 ... samples, so that a flood of them does not fill the log
             log.warning("sample invalid actor=%s so_far=%d error=%s", actor, total, reason)

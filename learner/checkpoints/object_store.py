@@ -126,6 +126,7 @@ class ObjectStore:
             return bytes(files.cat_file(f"{base}/{path}", start=start, end=end))
 
     def write(self, path: str, content: bytes) -> None:
+        """Store bytes at a path of the run, in place of what is there."""
         with self._edge():
             files, target = self._place(path)
             files.pipe_file(target, content)

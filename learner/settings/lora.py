@@ -53,8 +53,8 @@ class LoraConfig:
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
     targets: tuple[Annotated[str, OneOf((*TARGETS, *OF_EXPERTS))], ...] = TARGETS
-    """Layers with adapters, by the last part of their Hugging Face names; ``experts.`` before the name of the weight of
-    all experts of a layer (on FSDP)."""
+    """Layers with adapters, by the last part of their Hugging Face names. On FSDP also weights that all experts of a
+    layer share a tensor for: ``experts.gate_up_proj``, ``experts.up_proj``, ``experts.down_proj``."""
     adapter: str = ""
     """Directory of adapters in PEFT's format, with this rank, alpha and targets, with which the run begins."""
 

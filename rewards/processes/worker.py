@@ -103,6 +103,7 @@ def _failed(number: int, error: BaseException, **fields: object) -> bytes:
 
 
 async def serve_many(connection: socket.socket, function: Bound, limit: limits.ProcessLimits) -> None:
+    """Answer the requests of a connection, many at a time, until it is closed."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     calls: dict[int, asyncio.Task[bytes]] = {}
 

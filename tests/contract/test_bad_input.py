@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -16,9 +17,12 @@ from tests.router_kit import Faulty, faulty, routing
 from tests.tiny_models import write_tiny_model
 from tests.waits import LIMIT_S, until
 from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.generate_body import parse_generate
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.sglang.arguments import release_of
 from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.actors.serving.sglang.registry import MORE_MODELS
 
 EXACT = "tidemill.actors.router.token_history:TokenHistory"
 HALF = "3\ud83d"
@@ -257,6 +261,39 @@ async def test_a_prompt_beyond_the_room_for_keys_and_values_is_refused_at_a_prox
         for length, expected in ((3, 200), (4, 400)):
             status, answer = await asked.post("/generate", {"input_ids": [5] * length, "sampling_params": PARAMS})
             assert (status, "raise engine.kv_tokens" in answer) == (expected, expected == 400), answer
+
+
+@pytest.mark.parametrize(
+    ("settings", "binding"),
+    [
+        ({"arguments": {"max-total-tokens": 4}}, "engine.sglang.arguments.max_total_tokens"),
+        ({"arguments": {"tp_size": 1}}, "engine.kv_tokens"),
+        ({"arguments": {"context_length": 4}}, ""),
+        ({"arguments": {"max-total-tokens": 4}, "url": "http://127.0.0.1:9"}, "engine.kv_tokens"),
+    ],
+)
+def test_the_setting_that_bounds_a_prompt_is_named(model_dir: Path, settings: dict[str, Any], binding: str) -> None:
+    sglang = SglangConfig(environment={MORE_MODELS: "mine"}, **settings)
+    config = EngineConfig(kind="sglang", sglang=sglang, kv_tokens=4)
+    engine = SglangEngine(model_dir, config, version=-1, authority=Authority(unguarded=True))
+    engine.load()
+    with pytest.raises(BadRequest) as refused:
+        parse_generate({"input_ids": [5] * 5}, engine.limits)
+    assert str(refused.value).partition("raise ")[2].rstrip(".") == binding
+
+
+@pytest.mark.parametrize("odd", [{"num_experts_per_tok": None}, {"num_hidden_layers": None}, {"num_experts": "8"}])
+async def test_a_proxy_without_the_models_routing_serves_it(
+    model_dir: Path, tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    routing = {"model_type": "qwen3_next", "num_experts": 8, "num_experts_per_tok": 2, **odd}
+    file.write_text(json.dumps(json.loads(file.read_text()) | routing))
+    async with faulty() as server, proxying(tmp_path / "model", server) as asked:
+        server.does = "generate"
+        status, answer = await asked.post("/generate", {"input_ids": [5], "sampling_params": PARAMS})
+        assert status == 200, answer
 
 
 async def reached(server: Faulty, count: int) -> None:

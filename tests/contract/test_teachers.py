@@ -178,7 +178,7 @@ async def test_a_teacher_that_fails_is_given_up_with_the_reason(answer: Handler,
 async def test_a_teacher_that_is_not_there_is_waited_for(model_dir: Path) -> None:
     with KeptPort() as port:
         async with teachers(f"http://127.0.0.1:{port.number}", teacher_timeout_s=0.5) as taught:
-            with refusal(TeacherFailed, teacher="big", outside=True):
+            with refusal(TeacherFailed, teacher="big", reason=re.compile(r"\bunavailable\b"), outside=True):
                 await taught.score(sampled(), {})
         async with teachers(f"http://127.0.0.1:{port.number}", teacher_timeout_s=60.0) as taught:
             waiting = asyncio.ensure_future(taught.score(sampled(), {}))

@@ -57,8 +57,9 @@ def test_a_changed_or_unfinished_backup_is_refused_and_nothing_is_put_anywhere(t
     entry = {"size": 8, "sha256": "0" * 64}
     manifest = {"run": "smoke", "time_s": 0, "files": {"bus/store/1.blk": entry}}
     (saved / "backup.json").write_text(json.dumps(manifest))
-    with refusal(BackupRefused, place=re.compile(r"/1\.blk$")):
+    with refusal(BackupRefused, place=re.compile(r"/1\.blk$")) as refused:
         restore(saved, tmp_path / "run")
+    assert "digest" in str(refused.value)
     manifest["files"] = {"../other": entry}
     (saved / "backup.json").write_text(json.dumps(manifest))
     with refusal(BackupRefused, place=str(saved / "backup.json"), got="'../other'"):

@@ -94,8 +94,9 @@ def test_another_number_of_processes_is_one_agent_a_node_or_refused() -> None:
         assert place is not None and (place.nodes, place.node, place.local_world) == (2, 1, 1)
     assert rank_process(config(nodes=4), ONE_EACH, 5) is None, "node_place names the variables that do not fit"
     assert rank_process(config(nodes=0), SRUN | {"SLURM_STEP_NUM_TASKS": "6"}, 5) is None
-    with refusal(SettingsError, place="srun", got="2"):
+    with refusal(SettingsError, place="srun", got="2") as refused:
         rank_process(config(), ONE_EACH, 5)
+    assert "--node-rank 0" in str(refused.value)
     alone = dataclasses.replace(config(), debug=dataclasses.replace(RunConfig().debug, rollout_only=True))
     with refusal(SettingsError, place="torchrun", got="4"):
         rank_process(alone, TORCHRUN, 5)

@@ -461,9 +461,9 @@ async def test_a_store_that_has_lost_its_owner_is_not_claimed_again(
         saved, there = row(root), dict(flaky.store)
         flaky.store.clear()
         shutil.rmtree(root / NEWEST)
-        with refusal(StoreFailed, reason=re.compile(r"\bowner\.json: .*\bstored\.0\b")):
+        with refusal(StoreFailed, reason=re.compile(r"\bhas lost its owner\.json: .*\bstored\.0\b")):
             await copies(bus, root).claim(is_new=True)
-        with refusal(StoreFailed, reason=re.compile(r"\bowner\.json\b")):
+        with refusal(StoreFailed, reason=re.compile(r"\bhas no owner\.json\b")):
             await copies(bus, root).whole(saved)
         for node in (0, 1):
             for _ in range(2):

@@ -220,7 +220,10 @@ def test_an_engine_and_the_learner_number_the_same_layers_with_experts(name: str
     assert shape is not None and shape.num_layers == config.num_hidden_layers
     assert list(shape.layers) == [int(re.findall(r"layers\.(\d+)", path)[0]) for path in routers]
     assert (shape.num_experts, shape.top_k) in {(8, 2), (4, 2), (4, 1)}
-    routing = Replay(model, replays=True, given=True)
+    for other in (replace(shape, layers=(*shape.layers[:-1], 7)), replace(shape, num_experts=9)):
+        with refusal(ConfigRefused, field="learner.routing_replay"):
+            Replay(model, replays=True, given=other)
+    routing = Replay(model, replays=True, given=shape)
     assert len(routing.own(torch.zeros(5, len(shape.layers), shape.top_k))) == len(routers)
     with refusal(ConfigRefused, place="learner.routing_replay"):
         routing.own(torch.zeros(5, len(shape.layers) + 1, shape.top_k))

@@ -26,7 +26,7 @@ class Trap(NamedTuple):
 
 
 ALONE = "test_fsdp_families.py::test_a_row_is_what_each_sequence_is_alone"
-GIVEN_BEHIND = ("policy", "places_T.to(experts_TK.device), experts_TK)", "places_T, experts_TK.roll(1, 0))")
+GIVEN_BEHIND = ("policy", "places_T, experts_TK)", "places_T, experts_TK.roll(1, 0))")
 ROUTED = "test_fsdp_families.py::test_routers_of_two_ranks_take_known_experts"
 OF_EXPERTS = "test_fsdp_families.py::test_adapters_are_in_every_implementation_of_experts"
 TRAPS = {

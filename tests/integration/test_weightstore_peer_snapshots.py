@@ -281,7 +281,7 @@ async def test_unread_snapshots_are_removed_and_their_number_is_bounded(tmp_path
             except Exception as error:
                 assert version == 3 and "2 others are being read" in str(error)
         assert len(kept) == 2
-        lending.used_s[kept[0].name] -= 1000.0
+        lending.last_use_s[kept[0].name] -= 1000.0
         assert (await lending.file(f"v3-{digest}", "manifest.json")).exists()
         assert [path.exists() for path in kept] == [False, True]
     assert not kept[1].parent.exists()
@@ -293,7 +293,7 @@ async def test_a_file_that_is_being_sent_is_in_use_however_long_that_takes(tmp_p
     size = 64 << 20
 
     def unused(lending: PeerSnapshotServer) -> None:
-        lending.used_s[name] -= 1000.0
+        lending.last_use_s[name] -= 1000.0
         lending.prune()
 
     async with serving(directory, version=0) as served:

@@ -221,8 +221,9 @@ def test_each_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture)
             {"place": "fused_activation", "got": re.compile("^'always'")},
         ),
         ({"attention": "varlen", "dtype": "float32"}, {"place": "attention"}),
-        ({"attention": "cudnn", "device": "cpu"}, {"place": "attention"}),
-        ({"attention": "cudnn", "dtype": "float32"}, {"place": "attention"}),
+        # The default, deterministic, refuses this kernel everywhere.
+        ({"attention": "cudnn", "device": "cpu", "deterministic": False}, {"place": "attention"}),
+        ({"attention": "cudnn", "dtype": "float32", "deterministic": False}, {"place": "attention"}),
         (
             {"attention": "cudnn"},
             {"place": "attention", "got": re.compile("^'cudnn'")},

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MistralConfig
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.check_kit import write_run
 from tests.forked import completed
@@ -17,7 +20,13 @@ from tests.refusals import refusal
 from tests.tiny_models import DENSE, EXPERTS, tiny_config
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
-from tidemill.bus.wire.model_values import MISTRAL_WINDOW, routing_sizes, sparse_layers
+from tidemill.bus.wire.model_values import (
+    EXPERTS_OF,
+    MISTRAL_WINDOW,
+    OTHER_EXPERTS_OF,
+    routing_sizes,
+    sparse_layers,
+)
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.sizes import FAMILIES, StepFlops, refusals
@@ -181,6 +190,8 @@ def test_settings_of_experts_that_cannot_be(settings: dict[str, Any], message: d
         ("lfm2_moe", {"num_experts": 4, "num_dense_layers": 2}, [2, 3]),
         ("kimi_linear", {"num_experts": 4, "first_k_dense_replace": 1, "num_experts_per_token": 2}, [1, 2, 3]),
         ("granitemoehybrid", {"num_local_experts": 0}, None),
+        ("gpt_oss", {"num_local_experts": 4, "num_hidden_layers": None}, None),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": None}, None),
         ("solar_open", {"n_routed_experts": 4, "first_k_dense_replace": 1}, None),  # not known here
     ],
 )
@@ -191,6 +202,43 @@ def test_layers_whose_experts_are_numbered_by_the_keys_of_released_files(
     if "num_experts_per_token" in values:
         del values["num_experts_per_tok"]
     assert routing_sizes(values) == (None if layers is None else (4, 4, 2, layers))
+
+
+KEYS_OF_LAYERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"first_k_dense_replace": 2},
+    {"num_dense_layers": 1},
+    {"mlp_only_layers": [0]},
+    {"decoder_sparse_step": 2},
+    {"interleave_moe_layer_step": 2},
+    {"moe_layers": [3]},
+    {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+    {"layers_block_type": ["mamba", "mamba", "mamba", "attention"]},
+    {"layer_types": ["linear_attention", "moe", "full_attention", "moe"]},
+    {"hybrid_override_pattern": "EM*E"},
+)
+
+
+@pytest.mark.parametrize("family", [*EXPERTS_OF, *OTHER_EXPERTS_OF])
+def test_layers_with_experts_are_those_of_the_modules_of_transformers(family: str) -> None:
+    """With each key that some family has, also where this one ignores it, and without any."""
+    compared = 0
+    for keys in KEYS_OF_LAYERS:
+        key = (EXPERTS_OF | OTHER_EXPERTS_OF)[family]
+        of_token = "num_experts_per_token" if family == "kimi_linear" else "num_experts_per_tok"
+        kinds = {"layer_types": ["conv", *["full_attention"] * 3]} if family == "lfm2_moe" else {}  # has no default
+        values = {"num_hidden_layers": 4, key: 8, of_token: 1, **kinds, **keys}
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**values))
+        except (StrictDataclassError, ValueError, KeyError):  # kinds of layers that only another family has
+            assert keys and not keys.keys().isdisjoint({"layer_types", "layers_block_type"})
+            continue
+        routers = [path for path, module in model.named_modules() if type(module).__name__.lower().endswith("router")]
+        layers = [int(re.findall(r"layers\.(\d+)", path)[0]) for path in routers]
+        assert routing_sizes({"model_type": family, **values}) == (4, 8, 1, layers), keys
+        compared += 1
+    assert compared >= 9
 
 
 def test_layers_with_experts() -> None:
@@ -323,8 +371,15 @@ def test_settings_of_experts_for_a_dense_model_are_refused(tmp_path: Path, setti
 
 def test_experts_of_an_engine_want_a_family_whose_layers_are_known(tmp_path: Path) -> None:
     file, config = write_run(tmp_path), tmp_path / "model/config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "phi3"}))
-    for setting, wanted in (("none", []), ("rollout", ["layers with experts are not known"])):
+    dense = json.loads(config.read_text()) | {"model_type": "phi3"}
+    of_experts = dense | {"model_type": "phimoe", "num_local_experts": 8, "num_experts_per_tok": 2}
+    for values, setting, wanted in (
+        (dense, "none", []),
+        (dense, "rollout", ["none: the model has no experts"]),
+        (of_experts, "none", []),
+        (of_experts, "rollout", ["old or none: the layers with experts are not known"]),
+    ):
+        config.write_text(json.dumps(values))
         report = check(load(file, ["engine.kind=sglang", f"learner.routing_replay={setting}"]), Purpose())
         found = [error.text for error in report.errors]
         assert len(found) == len(wanted) and all(words in text for words, text in zip(wanted, found, strict=True))

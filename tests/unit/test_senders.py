@@ -41,7 +41,7 @@ def test_a_flood_of_names_takes_bounded_memory_and_hides_no_actor(caplog: pytest
     spoil(senders, "broken", INVALID_IN_A_ROW - 1)
     for number in range(10 * MAX_ACTORS):
         spoil(senders, f"nobody-{number}", 1)
-    assert len(senders.in_a_row) == MAX_ACTORS
+    assert len(senders.invalid_streaks) == MAX_ACTORS
     assert len(caplog.records) < 100
     spoil(senders, "broken", 1)
     assert senders.refused == {"broken"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -19,8 +20,10 @@ from tidemill.actors.errors import EngineFailed, UnsupportedModel
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.sglang.engine import SglangEngine
 from tidemill.actors.serving.sglang.registry import (
+    DEFAULT_WINDOWS,
     LIMITS,
     MORE_MODELS,
+    Registry,
     ServerCheck,
     find_refusal,
     read_registry,
@@ -54,12 +57,15 @@ BACKENDS = {
     "@register_attention_backend('elsewhere')\ndef elsewhere(runner):\n"
     "    from sglang.srt.hardware_backend.other.masks import Masks\n\n\n"
     "@register_attention_backend('plain')\n@deprecated\ndef plain(runner):\n"
-    "    from sglang.srt.layers.attention.plain import Plain\n",
+    "    from sglang.srt.layers.attention.plain import Plain\n\n\n"
+    "@register_attention_backend('texts')\ndef texts(runner):\n"
+    "    from sglang.srt.layers.attention.texts import Texts\n",
     "masks": "layer.sliding_window_size\n",
     "chunks": "layer.sliding_window_size, layer.use_irope if config.is_local_attention_model else None\n",
     "plain": "",
+    "texts": "# layer.sliding_window_size is ignored\npool.use_sliding_window_kv = 'sliding_window_size'\n",
 }
-"""Modules of attention backends: one has windows, one chunks, too, but not of every architecture, and one has none."""
+"""Modules of attention backends: one has windows, one chunks, too, but not of every architecture, and two have none."""
 OTHER_DEVICE = "layer.use_irope\n"
 CHUNKED = "def is_local_attention_model(architectures):\n    return 'EightForCausalLM' in architectures\n"
 REGISTERED = {f"{number}ForCausalLM" for number in ("One", "Two", "Four", "Five", "Six", "Eight", "Nine", "Ten")}
@@ -103,6 +109,8 @@ def test_the_models_are_those_that_modules_register(environment: dict[str, str])
         ({"sliding_window": 16}, 16, None),
         ({"sliding_window": None}, 512, None),
         ({"sliding_window": 16, "use_sliding_window": False}, 512, None),
+        ({"sliding_window": 16, "use_sliding_window": None}, 512, None),
+        ({"sliding_window": True}, 512, None),
         ({"sliding_window": 16, "layer_types": ["full_attention", "full_attention"]}, 512, None),
         ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, 512, "sliding_window"),
         ({"attention_chunk_size": 8, "layer_types": ["chunked_attention"]}, 512, "attention_chunk_size"),
@@ -128,6 +136,7 @@ def test_a_window_is_refused_where_the_code_of_the_model_has_none(
         ("EightForCausalLM", "plain", True),
         ("NineForCausalLM", "masks", True),  # its code has chunks, and this backend windows alone
         ("NineForCausalLM", "chunks", True),  # which computes those of other architectures
+        ("EightForCausalLM", "texts", True),
         ("EightForCausalLM", "unknown", True),
         ("NineForCausalLM", "elsewhere", False),
         ("NineForCausalLM", None, False),  # not known before the start
@@ -151,6 +160,17 @@ def test_a_window_is_refused_where_the_attention_backend_has_none(
 
 
 @pytest.mark.parametrize(
+    ("windowed", "at_fault"), [({}, "the code of SGLang 1 for A"), ({"A": frozenset()}, "every attention backend")]
+)
+def test_a_refusal_says_whether_code_or_backends_ignore_the_window(
+    windowed: dict[str, frozenset[str]], at_fault: str
+) -> None:
+    registry = Registry(release="1", architectures=frozenset("A"), windowed=windowed)
+    found = registry.refusal({"architectures": ["A"], "sliding_window": 16}, context=17)
+    assert found is not None and at_fault in found.want
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {},
@@ -159,16 +179,19 @@ def test_a_window_is_refused_where_the_attention_backend_has_none(
         {"use_sliding_window": True, "num_hidden_layers": 80},
         {"use_sliding_window": True, "num_hidden_layers": 80, "max_window_layers": 80},
         {"sliding_window": None},
+        {"use_sliding_window": None},
+        {"use_sliding_window": False},
     ],
 )
 def test_a_missing_key_has_the_value_that_transformers_gives_it(values: JsonObject) -> None:
     """Values of transformers' own configurations, made from the same settings, of every family but ``OTHER_KEYS``."""
-    compared = set()
-    for family in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - OTHER_KEYS):
+    compared, refused = set(), set()
+    for family in sorted((MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | DEFAULT_WINDOWS.keys()) - OTHER_KEYS):
         try:
             kind = CONFIG_MAPPING[family]().get_text_config()
             config = type(kind)(**values)
-        except Exception:  # of any family's code: no such configuration
+        except (StrictDataclassError, ValueError, ZeroDivisionError, NotImplementedError):  # transformers refuses them
+            refused.add(family)
             continue
         if config.model_type in OTHER_KEYS:
             continue
@@ -178,6 +201,7 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(values: JsonObje
         is_text = config.model_type == family
         written = {"model_type": family} | (of_text if is_text else {"text_config": of_text})
         assert windows_of(written) == _windows(config), written
+    assert DEFAULT_WINDOWS.keys() - OTHER_KEYS <= compared | (refused if None in values.values() else set())
     assert len(compared) > 100
 
 

@@ -291,6 +291,7 @@ class HandleReceivers:
         self._context.destroy(linger=0)
 
     def why_not(self, row: LiveRow) -> str:
+        """Return why an engine cannot be sent handles; empty if it can."""
         if not row.handles:
             return "it offers none"
         if not self._place or row.place != self._place:

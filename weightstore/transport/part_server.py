@@ -191,6 +191,7 @@ class PartServer:
         await group.meet()
 
     def drop_unmet(self, group_id: str) -> None:
+        """Close a group of which rank 0 has not said in time that engines join it."""
         if group_id in self.groups and group_id not in self._met:
             _log.warning("group closed, because no engine was requested to join it id=%s", group_id)
             self.groups.pop(group_id).close()

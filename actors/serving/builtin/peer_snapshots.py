@@ -48,7 +48,7 @@ class PeerSnapshotServer:
         self._served, self._model_dir, self._write_snapshot = served, model_dir, write
         self._scratch: Scratch | None = None
         self._making = asyncio.Lock()
-        self.used_s: dict[str, float] = {}
+        self.last_use_s: dict[str, float] = {}
         """Time of the last request for a file of each snapshot."""
         self._readers: Counter[str] = Counter()
         """Number of files that are being sent, by snapshot."""
@@ -73,7 +73,7 @@ class PeerSnapshotServer:
             self._use(name)
 
     def _use(self, name: str) -> None:
-        self.used_s[name] = time.monotonic()
+        self.last_use_s[name] = time.monotonic()
         asyncio.get_running_loop().call_later(KEEP_S + 1, self.prune)
 
     async def close(self) -> None:
@@ -85,7 +85,7 @@ class PeerSnapshotServer:
             await asyncio.to_thread(self._scratch.close)
 
     async def _at(self, name: str) -> Path:
-        if name in self.used_s:
+        if name in self.last_use_s:
             assert self._scratch is not None
             return self._scratch.path / name
         if name not in self._writing:
@@ -113,7 +113,7 @@ class PeerSnapshotServer:
         if adapter is not None:
             written = MergedTensors(tensors, adapter.named, adapter.scale)
         self.prune()
-        if len(self.used_s.keys() | self._writing.keys()) > AT_ONCE:
+        if len(self.last_use_s.keys() | self._writing.keys()) > AT_ONCE:
             raise PeerTransferRefused(f"{name}: {AT_ONCE} others are being read")
         async with self._making:
             if self._scratch is None:
@@ -125,16 +125,20 @@ class PeerSnapshotServer:
         if weights.writes != writes:
             await asyncio.to_thread(shutil.rmtree, path)
             raise PeerTransferRefused(f"{name}: two pushes were received meanwhile")
-        self.used_s[name] = time.monotonic()
+        self.last_use_s[name] = time.monotonic()
         log.info("peer snapshot written version=%d path=%s", version, path)
         return path
 
     def prune(self) -> None:
         """Remove snapshots that are not read any more; a file that is open stays readable."""
         now = time.monotonic()
-        unread = [name for name, used_s in self.used_s.items() if now - used_s > KEEP_S and not self._readers[name]]
+        unread = [
+            name
+            for name, last_use_s in self.last_use_s.items()
+            if now - last_use_s > KEEP_S and not self._readers[name]
+        ]
         for name in unread:
-            del self.used_s[name], self._readers[name]
+            del self.last_use_s[name], self._readers[name]
             assert self._scratch is not None
             with suppress(OSError):
                 shutil.rmtree(self._scratch.path / name)

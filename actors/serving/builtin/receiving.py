@@ -88,7 +88,7 @@ class JoinedGroup:
         if into is None:
             await self._free.acquire()
             into = self._memory.pop()
-            if into.numel() < num_bytes:  # freed here: the call of the thread would keep it until the message is there
+            if into.numel() < num_bytes:  # too small: its memory is freed before the larger one is allocated
                 into = into.new_empty(0)
         try:
             future = loop.run_in_executor(self._thread, self.group.receive, num_bytes, timeout_s, into)

@@ -266,8 +266,8 @@ class BuiltinUpdates(Updates):
                 finally:
                     for message in incoming:
                         message.discard()
-                    # Each rank of the learner that sends has a group. Pushes after the second need no buffers: their
-                    # messages are received into the standby copy.
+                    # Each rank of the learner that sends has a group. From the third push of weights on, messages are
+                    # received into the standby copy and need no buffers; those of adapters always need them.
                     if len(self._groups) > 1 or not into_buffers:
                         group.drop_buffers()
 

@@ -61,7 +61,7 @@ class SglangEngine(EngineHost[SglangUpdates]):
             vocab_size, context = int(values["vocab_size"]), int(values["max_position_embeddings"])
             self._hidden_size = int(values["hidden_size"])
             self.routed = RoutedShape.of(values)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             want = "want vocab_size, hidden_size and max_position_embeddings"
             raise UnsupportedModel(str(file), f"{want}: {error!r}") from error
         self._read_limits(vocab_size, context, experts=self.routed is not None)

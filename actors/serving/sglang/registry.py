@@ -29,7 +29,7 @@ MORE_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 """Variable of SGLang: a package with further models."""
 LIMITS = (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size"))
 """Kinds of layers that attend to a part of the context, and the key of config.json with its number of tokens."""
-_DEFAULTS = {
+_FAMILIES_BY_WINDOW = {
     64: "modernbert-decoder",
     128: "gpt_oss granite_swa granitemoe_swa",
     129: "mimo_v2_flash",
@@ -42,17 +42,17 @@ _DEFAULTS = {
     " qwen2 qwen2_moe qwen3 qwen3_moe",
     8192: "cwm llama4_text",
 }
-DEFAULTS = {family: window for window, families in _DEFAULTS.items() for family in families.split()}
+DEFAULT_WINDOWS = {family: window for window, families in _FAMILIES_BY_WINDOW.items() for family in families.split()}
 """Window that transformers takes where a config.json has no such key; a test compares it with transformers' classes."""
-SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+SWITCHED_WINDOWS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Families without windows unless ``use_sliding_window`` is true."""
-BEHIND = {"dots1": 62, "qwen2": 28, "qwen3": 28}
+FIRST_WINDOW_LAYERS = {"dots1": 62, "qwen2": 28, "qwen3": 28}
 """Families whose layers from ``max_window_layers`` on have the window, where no list has the kinds of layers, and the
 default of that key.
 """
-FULL = ("cohere_compass_text", "laguna", "mellum")
+WITHOUT_WINDOWS = ("cohere_compass_text", "laguna", "mellum")
 """Families without windows where no list has the kinds of layers."""
-EVERYWHERE = ("mistral", "mixtral", "moshi", "phi3", "phimoe", "starcoder2")
+WINDOWS_EVERYWHERE = ("mistral", "mixtral", "moshi", "phi3", "phimoe", "starcoder2")
 """Families that read no list of the kinds of layers: all have the window."""
 
 
@@ -93,9 +93,12 @@ class Registry:
             if window >= context:
                 continue
             limit = f"at least the longest sequence ({context})"
-            holding = next((self.windowed[name] for name in architectures if name in self.windowed), frozenset())
+            in_code = next((name for name in architectures if name in self.windowed), None)
+            holding = frozenset() if in_code is None else self.windowed[in_code]
             if holding is not None and not holding:
-                code = f"the code of SGLang {self.release} for {architectures[0]}"
+                release = f"SGLang {self.release}"
+                code = f"the code of {release} for" if in_code is None else f"every attention backend of {release} with"
+                code = f"{code} {architectures[0]}"
                 want = f"{limit}, because {code} attends to all tokens"
                 return Refusal(key=key, want=want, got=window, cure=f"{builtin}, or engine.max_context: {window}")
             if holding is not None and (ignoring := [name for name in backends if name not in holding]):
@@ -118,24 +121,25 @@ def windows_of(values: JsonMapping) -> dict[str, int]:
     """
     of_text = language_values(values)
     family = str(of_text.get("model_type") or f"{values.get('model_type')}_text")
-    family = next((name for name in (family, f"{family}_text") if name in DEFAULTS), family)
-    if of_text.get("use_sliding_window", family not in SWITCHED) is False:
+    family = next((name for name in (family, f"{family}_text") if name in DEFAULT_WINDOWS), family)
+    is_always = family not in SWITCHED_WINDOWS and (family in DEFAULT_WINDOWS or family in WINDOWS_EVERYWHERE)
+    if not is_always and not of_text.get("use_sliding_window", family not in SWITCHED_WINDOWS):
         return {}
     kinds = of_text.get("layer_types")
-    if not isinstance(kinds, list) or family in EVERYWHERE:
+    if not isinstance(kinds, list) or family in WINDOWS_EVERYWHERE:
         kinds = None if _has_windows(of_text, family) else []
     present = [key for kind, key in LIMITS if kinds is None or kind in kinds]
     default_key = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
-    defaults = {default_key: DEFAULTS.get(family)}
+    defaults = {default_key: DEFAULT_WINDOWS.get(family)}
     windows = {key: of_text.get(key, defaults.get(key)) for key in present}
-    return {key: window for key, window in windows.items() if isinstance(window, int) and window}
+    return {key: window for key, window in windows.items() if type(window) is int and window}
 
 
 def _has_windows(values: JsonMapping, family: str) -> bool:
     """Return whether a family has layers with windows where no list has their kinds."""
-    layers, first = values.get("num_hidden_layers"), values.get("max_window_layers", BEHIND.get(family))
-    is_behind = family in BEHIND and isinstance(layers, int) and isinstance(first, int) and layers <= first
-    return not is_behind and family not in FULL
+    layers, first = values.get("num_hidden_layers"), values.get("max_window_layers", FIRST_WINDOW_LAYERS.get(family))
+    is_behind = family in FIRST_WINDOW_LAYERS and isinstance(layers, int) and isinstance(first, int) and layers <= first
+    return not is_behind and family not in WITHOUT_WINDOWS
 
 
 def read_registry(settings: SglangConfig, architectures: Sequence[str] = (), program: str = "") -> Registry | None:

@@ -152,8 +152,11 @@ class AdaptedExperts(torch.nn.Module):
 
     @property
     def is_stored_transposed(self) -> bool:
-        """True if transformers declares weights [E, in, out]. Where it does not (llama4) A has the last axis, too, as
-        in PEFT: ``B A`` then has the place of the weight as it is stored.
+        """True if transformers declares that it stores these weights as [E, in, out] (``is_transposed``): A is then
+        [E, rank, in] and B is [E, out, rank], and the transpose of ``B A`` is added to the weight.
+
+        Else a weight stored as [E, x, y] has A as [E, rank, y] and B as [E, x, rank], and ``B A`` is added: as in PEFT,
+        which counts llama4 here, because transformers does not declare its [E, in, out].
         """
         return bool(getattr(self, "is_transposed", False))
 

@@ -234,7 +234,7 @@ def add_heads(model: Any, heads: int) -> None:
         layer.eh_proj, layer.enorm, layer.hnorm = projection, copy.deepcopy(norm), copy.deepcopy(norm)
         layer.shared_head = torch.nn.Module()
         layer.shared_head.norm = norm
-        base.layers.append(layer)  # behind the arguments that a pass of the model takes, which it counts
+        base.layers.append(layer)  # A pass of the model takes the first ``num_hidden_layers`` layers, so not this one.
 
 
 def with_heads(kind: Any, heads: int) -> Any:

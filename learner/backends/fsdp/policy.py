@@ -13,6 +13,8 @@ Shape letters: T = tokens of a packed row, N = tokens that routers get, with pad
 size, V = vocabulary, E = layers with experts, K = experts of a token.
 """
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tidemill.bus.wire.model_values import language_values
+from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.backends.fsdp import weights
 from tidemill.learner.backends.fsdp.lora import Adapters, add_adapters, tuned
 from tidemill.learner.backends.fsdp.model import Changed, FsdpModel, Place, open_model, unchanged
@@ -44,12 +48,18 @@ class Replay(ReplayModes):
     """The routers of one model, which runs its rows one after the other, each forward and backward."""
 
     def __init__(
-        self, model: torch.nn.Module, *, replays: bool = False, given: bool = False, packed: bool = True
+        self,
+        model: torch.nn.Module,
+        *,
+        replays: bool = False,
+        given: RoutedShape | None = None,
+        packed: bool = True,
     ) -> None:
-        """``given``: the rows have their experts already. ``packed``: the model computes packed rows, else padded ones.
-        Raises ConfigRefused for a model without known routers.
+        """``given``: sizes of the experts that the rows have already; None = they have none. ``packed``: the model
+        computes packed rows, else padded ones. Raises ConfigRefused for a model without known routers, or with others
+        than those of ``given``.
         """
-        super().__init__(given=given)
+        super().__init__(given=given is not None)
         self._row: PackedRow | None = None
         self._packed = packed
         self._padded: PaddedRow | None = None
@@ -57,6 +67,8 @@ class Replay(ReplayModes):
         if replays and not self._routers:
             want = "none for a model without routers that transformers names"
             raise ConfigRefused("learner.routing_replay", want, type(model).__name__)
+        if given is not None:
+            _require_same(given, model, self._routers)
         for place, router in enumerate(self._routers):
             router.module.forward = partial(self._routed, place, router.module.forward)
 
@@ -79,7 +91,8 @@ class Replay(ReplayModes):
         """Record or replay one row's forward and backward pass, which happen inside the context."""
         self._row = packed
         if self._routers and not self._packed:
-            self._padded = PaddedRow.of(packed)
+            padded = PaddedRow.of(packed)
+            self._padded = padded._replace(places_T=padded.places_T.to(packed.position_ids_T.device))
         try:
             yield
         finally:
@@ -107,11 +120,11 @@ class Replay(ReplayModes):
         if self._padded is None:
             return experts_TK
         experts_NK = experts_TK.new_full((self._padded.sequences * self._padded.longest, experts_TK.shape[1]), -1)
-        return experts_NK.index_copy(0, self._padded.places_T.to(experts_TK.device), experts_TK)
+        return experts_NK.index_copy(0, self._padded.places_T, experts_TK)
 
     def _of_row(self, experts_NK: Tensor) -> Tensor:
         """Return the experts of a row's tokens by those of a router's."""
-        return experts_NK if self._padded is None else experts_NK[self._padded.places_T.to(experts_NK.device)]
+        return experts_NK if self._padded is None else experts_NK[self._padded.places_T]
 
 
 class _Router:
@@ -157,6 +170,27 @@ class _Choice(TorchFunctionMode):
 
 def _is_router(module: torch.nn.Module) -> bool:
     return type(module).__name__.lower().endswith("router")
+
+
+def _require_same(given: RoutedShape, model: torch.nn.Module, routers: Sequence[_Router]) -> None:
+    """Raise ConfigRefused unless the routers are in these layers, with these numbers of experts."""
+    paths = [path for path, module in model.named_modules() if _is_router(module)]
+    layers = [int((re.search(r"\blayers\.(\d+)", path) or [0, -1])[1]) for path in paths]
+    wanted = {(layer, given.num_experts, given.top_k) for layer in given.layers}
+    found = {(layer, router.num_experts, router.top_k) for layer, router in zip(layers, routers, strict=True)}
+    if wanted != found:
+        form = "(layer, experts, experts of a token) by config.json"
+        want = f"{form} as in the model of transformers, {sorted(found - wanted)} more"
+        raise ConfigRefused("learner.routing_replay", want, f"{sorted(wanted - found)} more")
+
+
+def _given_shape(model_dir: Path) -> RoutedShape:
+    """Return the sizes of the experts that rows have. Raises ConfigRefused where config.json does not tell them."""
+    values = language_values(json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
+    if (shape := RoutedShape.of(values)) is None:
+        want = "old or none for a model whose layers with experts are not known"
+        raise ConfigRefused("learner.routing_replay", want, values.get("model_type"))
+    return shape
 
 
 def _first(module: Any, names: Sequence[str]) -> Any:
@@ -352,10 +386,10 @@ def build_policy(
 ) -> FsdpPolicy:
     """Build the model of a directory, divided over all ranks, in ``memory``; collective. Raises ConfigRefused.
 
-    ``replays``, ``given``: of the experts (``Replay``). ``fused``: log-probs by kernels of Triton. The others: as of
-    ``open_model``.
+    ``replays``, ``given``: of the experts (``Replay``), the latter if rows have them already. ``fused``: log-probs by
+    kernels of Triton. The others: as of ``open_model``.
     """
-    memory = memory or Memory()
+    memory, shape = memory or Memory(), _given_shape(model_dir) if given else None
     with memory.region():
         root = open_model(
             model_dir,
@@ -376,7 +410,7 @@ def build_policy(
         dtype=dtype,
         model_dir=model_dir,
         memory=memory,
-        routing=Replay(root.transformer, replays=replays, given=given, packed=root.findings.packed),
+        routing=Replay(root.transformer, replays=replays, given=shape, packed=root.findings.packed),
         replays=replays,
         adapters=adapters,
         fused=fused,

@@ -17,13 +17,13 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "sglang.srt.models."
-WINDOWS = {"sliding_window_size": ("sliding_window",), "use_irope": ("use_irope", "LocalAttention")}
-"""Names by which RadixAttention, SGLang's layer of attention, gets its window (the second one is Llama 4's), and texts
-of which each backend that reads it has one.
-"""
-BACKENDS, OTHER_DEVICES = "sglang.srt.layers.attention.", "sglang.srt.hardware_backend."
 CHUNKED = "is_local_attention_model"
 """SGLang's function with the architectures whose chunks FlashAttention computes: not all that have some."""
+WINDOWS = {"sliding_window_size": {"sliding_window_size"}, "use_irope": {"use_irope", CHUNKED}}
+"""Names by which RadixAttention, SGLang's layer of attention, gets its window (the second one is Llama 4's), and
+attributes or parameters of which each backend that computes it reads one.
+"""
+BACKENDS, OTHER_DEVICES = "sglang.srt.layers.attention.", "sglang.srt.hardware_backend."
 _REGISTERED = re.compile(r"^EntryClass\s*(?::[^=\n]*)?=\s*(\w+|[\[(][^\])]*[\])])", re.MULTILINE)
 _COMMENT = re.compile(r"#.*")
 
@@ -54,6 +54,14 @@ def windows_in(node: ast.AST) -> set[str]:
         if isinstance(part, ast.Attribute) and part.attr in WINDOWS and isinstance(part.ctx, ast.Store):
             names.add(part.attr)
     return names
+
+
+@cache
+def names_read(source: str) -> set[str]:
+    """Return the attributes that a module reads, and the parameters of its functions."""
+    parts = list(ast.walk(ast.parse(source)))
+    attributes = {part.attr for part in parts if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load)}
+    return attributes | {part.arg for part in parts if isinstance(part, ast.arg)}
 
 
 def reachable(files: dict[str, Path], module: str, name: str) -> Iterator[ast.AST]:
@@ -104,9 +112,9 @@ class Backends:
             yield from ((name, modules) for name in names)
 
     def _reads(self, module: str, name: str, architecture: str) -> bool:
-        source = self._source(module)
-        is_gated = name == "use_irope" and CHUNKED in source
-        return any(text in source for text in WINDOWS[name]) and (not is_gated or architecture in self._chunked())
+        read = names_read(self._source(module))
+        is_gated = name == "use_irope" and CHUNKED in read
+        return bool(WINDOWS[name] & read) and (not is_gated or architecture in self._chunked())
 
     def _chunked(self) -> list[str]:
         for node in ast.walk(ast.parse(self._source("sglang.srt.configs.model_config"))):

@@ -364,8 +364,8 @@ _CLASSES: Mapping[type, type] = {ColumnParallelLinear: LoraColumn, RowParallelLi
 
 
 def _parts(layer: Any, targets: list[str], config: LoraConfig) -> tuple[_Part, ...]:
-    """Return the parts of a layer's output on this rank: queries, keys and values by group, a gated
-    MLP by halves.
+    """Return the parts of a layer's output on this rank: the queries, the keys and the values of a group of heads, or
+    the two halves of a gated MLP.
     """
     if len(targets) == 3:
         model = layer.config
