@@ -105,8 +105,8 @@ test-slurm test-slurm-all test-deploy test-ray test-images test-upgrade: export 
 # one worker, whose fixtures its tests share.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 ALL_BESIDE := -n 6 --dist loadfile --no-loadscope-reorder
-# One of the six runs the tests on a shared server of SGLang (tests/sglang_servers.py), the others those that start servers of their own.
-SERVERS_BESIDE := -n 6 --dist loadfile --no-loadscope-reorder
+# One of the four runs the tests on a shared server of SGLang (tests/sglang_servers.py), the others those that start servers of their own.
+SERVERS_BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
 
 test: setup $(VENV)/.collected
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(ALL_BESIDE)

@@ -81,6 +81,10 @@ FIRST = (
     "chaos/test_trouble.py",
     "kubernetes/test_kubelet.py",
     "gpu/test_gpu_up.py",
+    "sglang/test_sglang_engine.py",
+    "sglang/test_sglang_own_server.py",
+    "sglang/test_sglang_phases.py",
+    "sglang/test_sglang_loop.py",
 )
 """Files of minutes, the longest first: a worker that begins with one later is the last one of all."""
 

@@ -68,7 +68,7 @@ SECRETS = {
     "line": "judge --token sk-r --auth-token=sk-s -H 'Authorization: Bearer sk-t'",
     "address": "https://sk-u@h/v1",
     "a list": ["https://sk-v@h/v1@x,https://sk-w@h2"],
-    "cut": "x" * 1990 + " https://user:sk-x@h",
+    "cut": "x" * 1982 + " https://user:sk-x@h",
     "https://sk-y:sk-z@h": {"x": 1},
     "nested-2": [{"https://sk-1:sk-2@h": [{"token": {"x": "sk-3"}}]}],
 }
