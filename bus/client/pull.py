@@ -1,5 +1,5 @@
-"""Messages of a stream: in order without a gap (``OrderedPull``), one by one from a work queue (``FetchSlots``); and the
-removal of those of settled tasks, and of tasks that there are not.
+"""Messages of a stream: in order without a gap (``OrderedPull``), one by one from a work queue (``FetchSlots``), and
+the removal of those of settled tasks, and of tasks that there are not.
 """
 
 import asyncio
