@@ -8,11 +8,15 @@ rebinding), so names are compared even where no token is needed. It also causes 
 (``<img src=...>``): browsers mark these, and they are refused. The cookies are derived from the tokens.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
+import os
 import secrets
 from collections.abc import Collection, Mapping
+from ipaddress import ip_address
+from itertools import islice
 
 from aiohttp import web
 
@@ -31,12 +35,33 @@ HEADERS: Mapping[str, str] = {
 }
 TOKEN_BYTES = 24
 _LONGEST_NAME = 253
+_ESTABLISHED = "01"  # State of a connection in /proc/net/tcp
 _KEPT = ("Accept-Encoding", "Retry-After", "Allow")  # Headers of an error that its answer keeps
 
 
 def new_token() -> str:
     """Return a new token, fit for an address."""
     return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def is_own_user(request: web.Request) -> bool:
+    """Return whether the other end of the connection, on this machine, belongs to the user of this process. Blocks.
+
+    The kernel lists sockets with their users: ``local_address rem_address st queues timer retrnsmt uid`` are columns 2
+    to 8 of /proc/net/tcp. A socket on loopback is found by its two ports.
+    """
+    peer, here = (request.get_extra_info(name) for name in ("peername", "sockname"))
+    if not peer or not here or not ip_address(peer[0]).is_loopback:
+        return False
+    ports = (f":{peer[1]:04X}", f":{here[1]:04X}")
+    users: set[int] = set()
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(file) as lines:
+            for _, local, remote, state, _, _, _, user, *_ in map(str.split, islice(lines, 1, None)):
+                if state == _ESTABLISHED and local.endswith(ports[0]) and remote.endswith(ports[1]):
+                    users.add(int(user))
+    # Sockets of two addresses may have the same ports; which of them asks is not told apart.
+    return users == {os.getuid()}
 
 
 class PageAccess:

@@ -1,14 +1,15 @@
 """The newest lines of the logs of a run: from the directory of the run, if it is on this machine. Follows no path of a
 row: any process may write rows, and a page must not read what they name.
 
-A page without a token answers every user of this machine: it shows the files alone that all of them may read.
+A page without a token answers every user of this machine: it shows them the files alone that all of them may read. Its
+own user, who may read the files anyway, gets all.
 """
 
 import os
 import re
 import socket
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from tidemill.bus.wire.json_object import JsonObject
@@ -27,16 +28,15 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 class RunLogs:
     """Log files of one run."""
 
-    def __init__(self, directory: Path | None, *, guarded: bool = True) -> None:
-        """``directory``: ``logs/`` of the run's directory; None = it is not on this machine. ``guarded``: a viewer
-        needs a token.
-        """
-        self._directory, self._guarded = None if directory is None else directory.resolve(), guarded
+    def __init__(self, directory: Path | None) -> None:
+        """``directory``: ``logs/`` of the run's directory; None = it is not on this machine."""
+        self._directory = None if directory is None else directory.resolve()
 
-    def as_map(self, name: str, rows: Sequence[LiveRow]) -> JsonObject:
+    def as_map(self, name: str, rows: Sequence[LiveRow], *, may_read: Callable[[], bool] = lambda: True) -> JsonObject:
         """Return the logs that are here, the newest lines of one of them, and the places of the others. Blocks.
 
         ``name``: the log to read; empty = the learner's. Its lines are null, with the reason, where they are not shown.
+        ``may_read``: whether the viewer may read a file that not every user of this machine may read.
         """
         try:
             files, reason = sorted(self._files()), ""
@@ -47,7 +47,7 @@ class RunLogs:
         end: JsonObject = {"lines": None, "before_bytes": 0, "reason": reason}
         if chosen in files:
             try:
-                end |= self._end_of(chosen)
+                end |= self._end_of(chosen, may_read)
             except OSError as error:
                 end["reason"] = str(error)
         elif not reason:
@@ -69,13 +69,13 @@ class RunLogs:
                 if entry.name.endswith(".log") and entry.name != ".log" and entry.is_file(follow_symlinks=False):
                     yield entry.name.removesuffix(".log")
 
-    def _end_of(self, name: str) -> JsonObject:
+    def _end_of(self, name: str, may_read: Callable[[], bool]) -> JsonObject:
         """Return the newest lines of a log, and the number of bytes before them, or why not. Raises OSError."""
         assert self._directory is not None
         descriptor = os.open(self._directory / f"{name}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             state = os.fstat(descriptor)
-            if not self._guarded and not (state.st_mode & stat.S_IROTH and _all_may_enter(self._directory)):
+            if not (state.st_mode & stat.S_IROTH and _all_may_enter(self._directory)) and not may_read():
                 return {"reason": PRIVATE}
             begin = max(0, state.st_size - MAX_READ_BYTES)
             text = b"" if not stat.S_ISREG(state.st_mode) else os.pread(file.fileno(), MAX_READ_BYTES, begin)

@@ -20,7 +20,7 @@ from tidemill.bus.http.access import Handler, Route
 from tidemill.bus.http.listener import BodyLimits, Listener
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.launch.page.access import HEADERS, PageAccess, error_answer, secured
+from tidemill.launch.page.access import HEADERS, PageAccess, error_answer, is_own_user, secured
 from tidemill.launch.page.answers import RunAnswers
 from tidemill.launch.page.batch import batch_of
 from tidemill.launch.page.columns import BUCKETS, shown_first
@@ -62,7 +62,7 @@ class PageServer:
         """``commands``: routes of an operator. ``renderers``: directory of modules that draw samples. ``logs``: of the
         run's processes, if they are on this machine.
         """
-        self._renderers, self._logs = renderers, RunLogs(logs, guarded=access.guarded)
+        self._renderers, self._logs = renderers, RunLogs(logs)
         self._reader, self._answers, self._samples, self._compared = reader, answers, samples, compared
         self._access, self.feed, self._files = access, Feed(reader, answers), read_files()
         self.listener = Listener(
@@ -138,7 +138,11 @@ class PageServer:
 
     async def _log(self, request: web.Request) -> JsonObject:
         rows = [lane.row for lane in self._reader.lanes.lanes.values()]
-        return await asyncio.to_thread(self._logs.as_map, request.query.get("name", ""), rows)
+
+        def may_read() -> bool:
+            return self._access.guarded or is_own_user(request)
+
+        return await asyncio.to_thread(self._logs.as_map, request.query.get("name", ""), rows, may_read=may_read)
 
     async def _loaded(self) -> None:
         if not self._reader.loaded.is_set():

@@ -5,13 +5,16 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
+from aiohttp import web
 
 from tests.bus_fixtures import BusOpener
 from tests.page_kit import HOSTILE, OPERATOR, SHOWN, VIEWER, Answer, Run, page_of, routes_of
@@ -29,13 +32,43 @@ from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli import main as cli
 from tidemill.launch.page import export as page_export
 from tidemill.launch.page import static_files
-from tidemill.launch.page.access import POLICY, PageAccess
+from tidemill.launch.page.access import POLICY, PageAccess, is_own_user
 from tidemill.launch.page.serve import access_of
 from tidemill.launch.page.static_files import joined, read_files
 from tidemill.launch.run.servers import URL_FILE, keep_page
 from tidemill.launch.settings.run_config import CONFIG_FILE
 
 # ---- access
+
+
+GET_AS = (
+    "import os, sys, urllib.request as r; os.setuid(int(sys.argv[2])); print(r.urlopen(sys.argv[1]).read().decode())"
+)
+
+
+@pytest.mark.parametrize(("host", "other"), [("127.0.0.1", False), ("::1", False), ("127.0.0.1", True)])
+async def test_a_connection_tells_its_user(host: str, other: bool) -> None:
+    if other and os.getuid():
+        pytest.skip("want root, to ask as another user")
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=str(await asyncio.to_thread(is_own_user, request)))
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        url = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+        command = [sys.executable, "-I", "-c", GET_AS, url, str(65534 if other else os.getuid())]
+        child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        output, _ = await asyncio.wait_for(child.communicate(), LIMIT_S)
+        assert output.decode().strip() == str(not other)
+    finally:
+        await runner.cleanup()
 
 
 TOKENS = {  # (arguments, address of the bus): whether a viewer, and an operator, needs a token

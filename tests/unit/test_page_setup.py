@@ -206,7 +206,7 @@ def test_without_a_token_only_logs_are_shown_that_every_user_may_read(open_direc
     for mode, parent, is_shown in ((0o644, 0o755, True), (0o640, 0o755, False), (0o644, 0o750, False)):
         log.chmod(mode)
         folder.parent.chmod(parent)
-        answer = RunLogs(folder, guarded=False).as_map("learner", [])
+        answer = RunLogs(folder).as_map("learner", [], may_read=lambda: False)
         assert (answer["lines"], answer["reason"]) == ((["one"], "") if is_shown else (None, PRIVATE))
         assert RunLogs(folder).as_map("learner", [])["lines"] == ["one"]
 
