@@ -41,9 +41,13 @@ from tidemill.launch.settings.run_config import CONFIG_FILE
 # ---- access
 
 
-GET_AS = (
-    "import os, sys, urllib.request as r; os.setuid(int(sys.argv[2])); print(r.urlopen(sys.argv[1]).read().decode())"
-)
+# Everything is loaded before the user changes, who may be unable to read the files of this Python.
+GET_AS = """
+import codecs, os, sys, urllib.request
+codecs.lookup("idna")
+os.setuid(int(sys.argv[2]))
+print(urllib.request.urlopen(sys.argv[1]).read().decode())
+"""
 
 
 @pytest.mark.parametrize(("host", "other"), [("127.0.0.1", False), ("::1", False), ("127.0.0.1", True)])
