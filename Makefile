@@ -195,7 +195,7 @@ IN_ENVIRONMENTS := --openenv-python $(OPENENV)/bin/python --verifiers-python $(V
 # start once, and in which tests that wait are beside tests that compute.
 test-more: setup $(OPENENV)/.ready $(VERIFIERS)/.ready $(GYMS)/.ready $(TRACKERS)/.ready $(KUBERNETES)/.ready
 	$(BIN)/python -m pytest -m "not slow" $(ON_MACHINES) tests/chaos tests/page tests/gpu --gpu-device cpu tests/env $(IN_ENVIRONMENTS) \
-		tests/kubernetes -n 8 --dist loadfile --no-loadscope-reorder
+		tests/kubernetes -n 6 --dist loadfile --no-loadscope-reorder
 
 # The dashboard in Debian's Chromium (`make programs`), part of `make test-more`.
 .PHONY: test-browser

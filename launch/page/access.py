@@ -14,8 +14,9 @@ import hmac
 import json
 import os
 import secrets
+import sys
 from collections.abc import Collection, Mapping
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from itertools import islice
 
 from aiohttp import web
@@ -35,7 +36,6 @@ HEADERS: Mapping[str, str] = {
 }
 TOKEN_BYTES = 24
 _LONGEST_NAME = 253
-_ESTABLISHED = "01"  # State of a connection in /proc/net/tcp
 _KEPT = ("Accept-Encoding", "Retry-After", "Allow")  # Headers of an error that its answer keeps
 
 
@@ -48,20 +48,31 @@ def is_own_user(request: web.Request) -> bool:
     """Return whether the other end of the connection, on this machine, belongs to the user of this process. Blocks.
 
     The kernel lists sockets with their users: ``local_address rem_address st queues timer retrnsmt uid`` are columns 2
-    to 8 of /proc/net/tcp. A socket on loopback is found by its two ports.
+    to 8 of /proc/net/tcp. Both whole addresses are compared, which one socket alone has; its state does not matter.
     """
     peer, here = (request.get_extra_info(name) for name in ("peername", "sockname"))
     if not peer or not here or not ip_address(peer[0]).is_loopback:
         return False
-    ports = (f":{peer[1]:04X}", f":{here[1]:04X}")
+    wanted = [(_plain(ip_address(host)), port) for host, port, *_ in (peer, here)]
     users: set[int] = set()
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(file) as lines:
-            for _, local, remote, state, _, _, _, user, *_ in map(str.split, islice(lines, 1, None)):
-                if state == _ESTABLISHED and local.endswith(ports[0]) and remote.endswith(ports[1]):
+            for _, local, remote, _, _, _, _, user, *_ in map(str.split, islice(lines, 1, None)):
+                # The port first: it tells most sockets apart.
+                if local.endswith(f":{peer[1]:04X}") and [_address(local), _address(remote)] == wanted:
                     users.add(int(user))
-    # Sockets of two addresses may have the same ports; which of them asks is not told apart.
     return users == {os.getuid()}
+
+
+def _address(text: str) -> tuple[IPv4Address | IPv6Address, int]:
+    """Return an address of /proc/net: words of 32 bits in the order of this machine's bytes."""
+    host, port = text.split(":")
+    words = (int(host[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(host), 8))
+    return _plain(ip_address(b"".join(words))), int(port, 16)
+
+
+def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 class PageAccess:

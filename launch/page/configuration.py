@@ -21,11 +21,13 @@ MAX_VALUE = 2000  # Characters of one value
 MAX_SETTINGS, MAX_PARTS = 2000, 200  # Settings of an answer, and parts of a list
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:passw(?:or)?d|passphrase|pwd|secret|credential|bearer|authorization|cookie"
-    r"|(?:api|access|private|secret|auth|account)_?key)s?(?:_|$)|(?:^|_)(?:pass|auth|key)s?$|(?:token|password|secret)s?$"
+    r"|(?:api|access|private|secret|auth|account)_?key)s?(?:_|$)|(?:^|_)(?:pass|auth)s?$|(?:token|password|secret|key)s?$"
 )
 """Names of secrets as words in small letters, joined by ``_``."""
 _NAME_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # ``X-Api-Key``, ``authToken`` and ``api_key2`` have two
-_OPTION = re.compile(r"(?<![\w-])(--?[\w-]+(?:=| +)|\w+=|(?i:bearer) +)(?!--)(\S+)")
+_NAME = re.compile(r"[A-Za-z][\w-]*")
+_ASSIGNED = re.compile(r"""["']?\s*[=:]\s*(?:(?i:basic|bearer) )?("[^"]{0,999}"|'[^']{0,999}'|[^\s"',}\]]+)""")
+_BEHIND = re.compile(r"""\s+(?!-)("[^"]{0,999}"|'[^']{0,999}'|\S+)""")
 _COUNT = re.compile(r"[\d._]*")
 
 
@@ -69,7 +71,7 @@ def _without_secrets(path: str, value: Any) -> Any:
             HIDDEN if _is_value(option, part) and _is_secret(option, part) else _without_secrets(path, part)
             for option, part in zip(options, value[:MAX_PARTS], strict=False)
         ]
-    return masked(_OPTION.sub(_hidden_option, value))[:MAX_VALUE] if isinstance(value, str) else value
+    return masked(_hidden_in(value))[:MAX_VALUE] if isinstance(value, str) else value
 
 
 def _is_value(option: Any, part: Any) -> bool:
@@ -78,8 +80,19 @@ def _is_value(option: Any, part: Any) -> bool:
     return is_option and not str(part).startswith("--")
 
 
-def _hidden_option(match: re.Match[str]) -> str:
-    return match[1] + (HIDDEN if _is_secret(match[1], match[2]) else match[2])
+def _hidden_in(text: str) -> str:
+    """Return a text with ``HIDDEN`` for what follows the name of a secret (``NAME=``, ``NAME:``, ``--NAME``)."""
+    pieces, end = [], 0
+    for name in _NAME.finditer(text):
+        if name.start() < end or not _is_secret(name[0], "x"):
+            continue
+        value = _ASSIGNED.match(text, name.end())
+        if value is None and (text[max(0, name.start() - 1) : name.start()] == "-" or name[0].lower() == "bearer"):
+            value = _BEHIND.match(text, name.end())
+        if value is not None and _is_secret(name[0], value[1]):
+            pieces += [text[end : value.start(1)], HIDDEN]
+            end = value.end(1)
+    return "".join([*pieces, text[end:]])
 
 
 def _is_secret(path: str, value: Any) -> bool:

@@ -115,12 +115,11 @@ async def forget_letters(bus: Bus, below: int, *, full_bytes: int, letters_bytes
         log.error("dead letters not removed: %s", error)
         return
     # Also the letters counted by a start that was killed before it removed them
-    if not await bus.dead.trim_letters(history.letters_to + 1):
-        return
+    await bus.dead.trim_letters(history.letters_to + 1)
     # Read anew at each checkpoint: two of them may follow each other without a step.
     if await bus.dead.size_bytes() < full_bytes or await bus.dead.letters_bytes() < letters_bytes:
         return
-    tasks = [task for task in await bus.dead.letters() if task < below]
+    tasks = [task for task in await bus.dead.letters() if history.letters_to < task < below]
     oldest = tasks[: min((len(tasks) + 1) // 2, MAX_REMOVALS)]
     counted = dataclasses.replace(history, letters=history.letters + len(oldest), letters_to=max(oldest, default=0))
     if oldest and await _replace(bus, history, counted):

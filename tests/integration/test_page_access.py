@@ -8,6 +8,9 @@ import json
 import os
 import re
 import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,10 +53,20 @@ print(urllib.request.urlopen(sys.argv[1]).read().decode())
 """
 
 
-@pytest.mark.parametrize(("host", "other"), [("127.0.0.1", False), ("::1", False), ("127.0.0.1", True)])
-async def test_a_connection_tells_its_user(host: str, other: bool) -> None:
-    if other and os.getuid():
-        pytest.skip("want root, to ask as another user")
+CONNECT_AS = """
+import os, socket, sys
+os.setuid(65534)
+connection = socket.socket()
+connection.bind(("127.0.0.2", int(sys.argv[2])))
+connection.connect(("127.0.0.1", int(sys.argv[1])))
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@asynccontextmanager
+async def asked_for_users(host: str) -> AsyncIterator[int]:
+    """A server that answers whether its client is the own user; yields its port."""
 
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text=str(await asyncio.to_thread(is_own_user, request)))
@@ -63,16 +76,38 @@ async def test_a_connection_tells_its_user(host: str, other: bool) -> None:
     runner = web.AppRunner(app)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        url = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
-        command = [sys.executable, "-I", "-c", GET_AS, url, str(65534 if other else os.getuid())]
-        child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        output, _ = await asyncio.wait_for(child.communicate(), LIMIT_S)
-        assert output.decode().strip() == str(not other)
+        await web.TCPSite(runner, host, 0).start()
+        yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.parametrize(("host", "other"), [("127.0.0.1", False), ("::1", False), ("127.0.0.1", True)])
+async def test_a_connection_tells_its_user(host: str, other: bool) -> None:
+    if other and os.getuid():
+        pytest.skip("want root, to ask as another user")
+    async with asked_for_users(host) as port:
+        url = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+        command = [sys.executable, "-I", "-c", GET_AS, url, str(65534 if other else os.getuid())]
+        child = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+        output, _ = await asyncio.wait_for(child.communicate(), LIMIT_S)
+    assert output.decode().strip() == str(not other)
+
+
+async def test_a_connection_of_another_user_from_the_same_port_is_told_apart() -> None:
+    if os.getuid():
+        pytest.skip("want root, to connect as another user")
+    async with asked_for_users("127.0.0.1") as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        own_port = writer.get_extra_info("sockname")[1]
+        command = [sys.executable, "-I", "-c", CONNECT_AS, str(port), str(own_port)]
+        child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        assert child.stdout is not None
+        assert await asyncio.wait_for(child.stdout.readline(), LIMIT_S) == b"connected\n"
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), LIMIT_S)).endswith(b"True")
+        writer.close()
+        await asyncio.wait_for(child.communicate(b""), LIMIT_S)
 
 
 TOKENS = {  # (arguments, address of the bus): whether a viewer, and an operator, needs a token

@@ -360,7 +360,7 @@ async function main() {
 /** Told twice, or not drained in time. */
 async function leave(actor) {
   actor?.giveUp();
-  if (actor?.bus.connected) await Promise.race([actor.bus.nc.flush(), sleep(1000)]);
+  if (actor?.bus.connected) await Promise.race([actor.bus.nc.flush(), sleep(10_000)]);
   process.exit(actor ? NOT_IN_TIME : 0);
 }
 
