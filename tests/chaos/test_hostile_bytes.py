@@ -122,8 +122,8 @@ async def test_a_run_goes_on_among_hostile_bytes(
         accounting, outcomes = await audit(run.bus)
         assert (accounting.trained, accounting.lost, accounting.trained_twice, len(outcomes)) == (32, 0, 0, 8)
         assert accounting.balance() and accounting.invalid > 20, accounting
-        letters, words = [dead async for _, dead in run.bus.dead.scan()], await run.bus.dead.decisions()
-        assert all(dead.task > 0 for dead in letters) and words
+        # Decisions on tasks that were never issued go at a checkpoint, so there may be none at the end.
+        assert all(dead.task > 0 for dead in [dead async for _, dead in run.bus.dead.scan()])
         assert {
             "DEAD",
             "PLAN",
