@@ -74,7 +74,6 @@ async def read_status(bus: Bus) -> JsonObject:
     """Return all values of ``status`` as plain maps, lists and numbers, as ``--json`` prints them."""
     rows = await processes(bus, look_s=1.5)
     state, (waiting, leased) = await bus.samples.info(), await bus.tasks.backlog()
-    extents = await shard_extents(bus.jet)
     head, _ = await bus.rows("weights").read("head")
     plans = await read_with_summary(bus, lambda history: _read_plans(bus, history), shown_history)
     run_rows = bus.rows("run")
@@ -111,15 +110,21 @@ async def read_status(bus: Bus) -> JsonObject:
             "unserved": unserved(await bus.tasks.waiting(), alive),
         },
         "samples": _samples(state, plans, feeder),
-        "cursors": {
-            name: {"floor": place.floor, "behind": extents[place.created].behind(place.floor), "policy": place.policy}
-            | {"given_up": place.given_up}
-            for name, place in (await Cursors(bus).all()).items()
-            if place.created in extents
-        },
+        "cursors": await _cursors(bus),
         "processes": [_process(row, age, alive) for row, age in rows],
         "full": await bus.full(),  # why the bus stores nothing; empty while it does
         "unreadable": str(bus.refusals),
+    }
+
+
+async def _cursors(bus: Bus) -> JsonObject:
+    """Return the places of the registered readers in the streams of samples that are there."""
+    extents = await shard_extents(bus.jet)
+    return {
+        name: {"floor": place.floor, "behind": extents[place.created].behind(place.floor), "policy": place.policy}
+        | {"given_up": place.given_up}
+        for name, place in (await Cursors(bus).all()).items()
+        if place.created in extents
     }
 
 
