@@ -130,7 +130,7 @@ def _sparse_layers(values: JsonMapping) -> list[bool]:
         return [kind == "sparse" for kind in kinds]
     layers = range(values["num_hidden_layers"])
     if family == "llama4_text":
-        step, chosen = values.get("interleave_moe_layer_step", 1), values.get("moe_layers")
+        step, chosen = values.get("interleave_moe_layer_step") or 1, values.get("moe_layers")
         return [at in (range(step - 1, len(layers), step) if chosen is None else chosen) for at in layers]
     dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step") or 1
     if family not in _WITH_STEP:
