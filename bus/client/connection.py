@@ -6,7 +6,6 @@ It tracks connected, disconnected, closed and forbidden, and calls listeners.
 import asyncio
 import logging
 import math
-import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,6 +19,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from tidemill.bus.client.addresses import Address, parse
+from tidemill.bus.client.refusals import Refusals
 from tidemill.bus.config import LEAF_CURE, OLDEST_SERVER
 from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden, PasswordReplaced
 from tidemill.bus.system.coroutines import CANCEL_AGAIN_S, Waiter, ended, heard, to_the_end
@@ -36,13 +36,6 @@ _PING_S = 5.0  # Seconds between two pings; a silently cut network is detected a
 _LOG_EVERY_S = 5.0
 _FLUSH_S, _CLOSE_S = 1.0, 1.0  # Deadlines at a close: for messages that are not sent yet, and for the close itself
 _NEVER_S = 1e6
-_FORBIDDEN_S = 10.0  # Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards
-# The server's error for a forbidden subject, which has no code
-_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
-# Prefix of requests that may be refused: the server removes idle consumers by itself, too
-_CLEANUP = "$js.api.consumer.delete."
-_ROW = "$kv.tm_"  # Prefix of rows of any run, in lower case
-_SHADOW = "shadow-"  # Prefix of the user of a shadow learner ``NAME``, which writes the rows of the run ``<run>-NAME``
 # Parts of the server's errors for a wrong user or password, in lower case
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
 _LOGIN_LATE = "authentication timeout"  # of a server that many clients reach at once: no word about the password
@@ -100,9 +93,7 @@ class Connection:
         self.connected = False  # True while the connection is up
         self._changed = Waiter()
         self._listeners: set[Callable[[], None]] = set()
-        self._forbidden_listeners: set[Callable[[Forbidden], bool]] = set()
-        # Recent refusals with their time, by subject in lower case, as the client library reports it
-        self._forbidden: dict[str, tuple[Forbidden, float]] = {}
+        self.refusals = Refusals()
         self.user = ""
         self._address, self._opening = Address(servers=()), False
         self.last_error = ""
@@ -157,30 +148,10 @@ class Connection:
         self._listeners.add(listener)
         return lambda: self._listeners.discard(listener)
 
-    def on_forbidden(self, listener: Callable[[Forbidden], bool]) -> Callable[[], None]:
-        """Call ``listener`` whenever the server refuses a publish. Returns a function that removes it.
-
-        ``subject`` of the error is in lower case. The listener returns whether it claims the publish; others are
-        logged.
-        """
-        self._forbidden_listeners.add(listener)
-        return lambda: self._forbidden_listeners.discard(listener)
-
-    def check_allowed(self, subject: str) -> None:
-        """Raise Forbidden for a subject that the server refused within the last 10 s."""
-        if not self._forbidden:
-            return
-        error, since = self._forbidden.get(subject.lower(), (None, 0.0))
-        if error is None:
-            return
-        if time.monotonic() - since < _FORBIDDEN_S:
-            raise Forbidden(subject, error.verb, error.user)
-        del self._forbidden[subject.lower()]
-
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
         """Return the answer to a request. Raises Forbidden; BusUnavailable, at once when the connection breaks."""
         loop = asyncio.get_running_loop()
-        self.check_allowed(subject)
+        self.refusals.check_allowed(subject)
 
         def end() -> None:
             if not scope.expired():
@@ -193,7 +164,7 @@ class Connection:
 
         try:
             async with asyncio.timeout(timeout_s) as scope:
-                removals = (self.on_lost(end), self.on_forbidden(end_if_refused))
+                removals = (self.on_lost(end), self.refusals.on_forbidden(end_if_refused))
                 try:
                     # Twice the time, so that always the scope above ends the request, and never the library.
                     # Its wait_for (Python 3.11) loses a cancellation that comes together with the answer.
@@ -206,7 +177,7 @@ class Connection:
                 raise unavailable(subject, error) from None
             raise BusUnavailable(subject, self._no_jetstream()) from None
         except FOREIGN as error:
-            self.check_allowed(subject)
+            self.refusals.check_allowed(subject)
             raise unavailable(subject, error) from None
 
     def _no_jetstream(self) -> str:
@@ -219,7 +190,7 @@ class Connection:
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Publish without an answer. Raises Forbidden; BusUnavailable when not connected."""
-        self.check_allowed(subject)
+        self.refusals.check_allowed(subject)
         if not self.connected:  # the client library would send it later, too late
             raise BusUnavailable(subject, "not connected")
         with translated(subject):
@@ -325,39 +296,12 @@ class Connection:
         self.last_error = str(error) or type(error).__name__
         if self._opening:
             _raise_if_denied(self._what, self._address, error)
-        if (violation := _VIOLATION.search(self.last_error)) is not None:
-            self._on_violation(violation[1].lower(), violation[2])
+        if self.refusals.record(self.last_error, self.user):
             return
         if time.monotonic() - self._logged_s > _LOG_EVERY_S:
             self._logged_s = time.monotonic()
             state = "trouble" if self.connected else "waiting"
             _log.warning("bus: %s what=%s error=%s", state, self._what, self.last_error)
-
-    def _on_violation(self, verb: str, subject: str) -> None:
-        error = Forbidden(subject, "publish" if verb == "publish" else "subscribe", self.user)
-        if subject.lower().startswith(_CLEANUP):
-            _log.debug("bus: cleanup request refused, the server removes idle consumers itself: %s", error)
-            return
-        claimed = False
-        if error.verb == "publish":
-            self._forbidden[subject.lower()] = (error, time.monotonic())
-            claimed = any([listener(error) for listener in list(self._forbidden_listeners)])
-        if claimed:
-            return
-        # Without the subscription to a row's changes a process still reads the row every few seconds (``Rows.watch``).
-        if error.verb == "subscribe" and subject.lower().startswith(_ROW):
-            level = logging.INFO if self._is_own_row_of_shadow(subject) else logging.WARNING
-            self._repeated(f"bus: changes of {subject} are seen late", str(error), level=level)
-        else:
-            _log.error("bus: %s", error)
-
-    def _is_own_row_of_shadow(self, subject: str) -> bool:
-        """Return whether a shadow's user writes this row: no user subscribes to what it writes, or it could answer
-        itself in a circle.
-        """
-        bucket = subject.lower().removeprefix(_ROW).partition(".")[0]
-        name = self.user.lower().removeprefix(_SHADOW)
-        return self.user.startswith(_SHADOW) and bucket.rpartition("_")[0].endswith(f"-{name}")
 
     async def _on_disconnected(self) -> None:
         if self._closing or not self.connected:
@@ -374,7 +318,7 @@ class Connection:
         self._changed.wake()
 
     def _set_connected(self) -> None:
-        self._forbidden.clear()
+        self.refusals.clear()
         self.connected, self._unanswered_s = True, math.inf
         self._changed.wake()
 

@@ -55,7 +55,7 @@ class Outbox:
         self._count = 0
         self._opening = asyncio.Lock()
         connection.on_lost(self._lost)
-        connection.on_forbidden(self._forbidden)
+        connection.refusals.on_forbidden(self._forbidden)
 
     async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> PublishAck:
         """Send once, and return the acknowledgement.
@@ -100,7 +100,7 @@ class Outbox:
         self, subject: str, payload: bytes, headers: dict[str, str] | None = None
     ) -> "asyncio.Future[Msg | None]":
         """Send a message, and return its future answer; None = none came, or the connection broke. In ``heard``."""
-        self._connection.check_allowed(subject)
+        self._connection.refusals.check_allowed(subject)
         if not self._inbox:
             await self._open()
         if not self._connection.connected:  # the client library would keep it and send it later

@@ -11,8 +11,9 @@ from nats.aio.msg import Msg
 
 from tidemill.bus.client.connection import retry
 from tidemill.bus.client.jetstream import JetStream, Message
-from tidemill.bus.client.pull import ACK, NAK, PROGRESS, FetchSlots, remove_tasks
+from tidemill.bus.client.pull import remove_tasks
 from tidemill.bus.client.rows import Rows, Value
+from tidemill.bus.client.work_queue import ACK, NAK, PROGRESS, FetchSlots
 from tidemill.bus.errors import BusUnavailable, NotFound, UnknownSchema, WireError
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid

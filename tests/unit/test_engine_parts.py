@@ -17,8 +17,8 @@ from tests.waits import LIMIT_S
 from tidemill.actors.engines.engine_client import read_generation
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.generate_body import SamplingParams
-from tidemill.actors.serving.builtin.backend import Progress, response_json
 from tidemill.actors.serving.builtin.receiving import JoinedGroup
+from tidemill.actors.serving.builtin.responses import Progress, response_json
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weights import MAPPED_BYTES, read_safetensors
