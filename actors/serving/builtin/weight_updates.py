@@ -350,7 +350,7 @@ class BuiltinUpdates(Updates):
 
     async def load_adapter(self, name: str, directory: Path, version: int) -> None:
         """Serve an adapter in PEFT's format to the requests that name it, until other weights are served. Raises
-        UpdateRefused for one that does not fit, or one whose base has another digest.
+        UpdateRefused for one that does not fit, is not finite, or one whose base has another digest.
         """
         try:
             header, tensors = await asyncio.to_thread(adapters.read_directory, directory)
@@ -358,6 +358,9 @@ class BuiltinUpdates(Updates):
             raise UpdateRefused(f"lora_path: {error}") from error
         incoming = self._incoming_adapter(header)
         incoming.check_new([spec_of(tensor_name, tensor) for tensor_name, tensor in tensors.items()], ())
+        for tensor_name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise UpdateRefused(f"lora_path: {tensor_name}: want finite numbers, got others among them")
         async with self.writing:
             if header.base:
                 await self._require_base(header.base)
