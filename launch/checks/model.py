@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidemill.actors.errors import NotDecoded, UnsupportedModel
-from tidemill.actors.serving.builtin.blocks import RowSizes
+from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes
 from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.actors.serving.builtin.shape import FAMILIES as DECODED
 from tidemill.actors.serving.builtin.shape import ModelShape
@@ -110,7 +110,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=vocabulary,
-        context=min([positions, *filter(None, config.engine.context_bounds)]),
+        context=_context(config, positions),
         num_parameters=sum(map(math.prod, tensors.values())),
         shape=shape,
         tensors=tensors,
@@ -130,6 +130,14 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         text = f"{_in_words(of_text, model)}, trained by {backend.kind} ({backend.reason})"
         report.good("model", f"{path if prepare is None else 'made at the start'}: {text}")
     return model
+
+
+def _context(config: RunConfig, positions: int) -> int:
+    """Return the tokens of the longest sequence that an engine takes."""
+    longest, room = config.engine.context_bounds
+    if room and config.engine.kind == "builtin":
+        room = max(BLOCK, room // BLOCK * BLOCK)  # its memory has whole blocks
+    return min([positions, *filter(None, (longest, room))])
 
 
 def _require_sizes(report: Report, values: Mapping[str, object], where: str) -> None:
