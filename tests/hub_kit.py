@@ -60,6 +60,8 @@ class Hub:
         self.sent: dict[bytes, bytes] = {}
         """Content -> other content that its next answer has."""
         self.uploads: dict[str, bytes] = {}
+        self.rubbish: bytes | None = None
+        """Content of every answer about a repository, in place of its own."""
         self.url = ""
 
     def repo(self, name: str, kind: str = "model") -> Repo:
@@ -110,6 +112,8 @@ class Hub:
         return repo, commit
 
     async def _info(self, request: web.Request) -> web.Response:
+        if self.rubbish is not None:
+            return web.Response(body=self.rubbish)
         repo, commit = self._found(request)
         siblings = []
         for path, data in repo.commits[commit].items():

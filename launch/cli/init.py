@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{present[0]}: want no such file, which is never overwritten; {cure}")
     if not Path(IGNORES).exists():
         texts[IGNORES] = f"{ENV_FILE}\nruns/\n"  # no secret and no checkpoint into a repository
+    elif ENV_FILE not in Path(IGNORES).read_text(encoding="utf-8", errors="replace").split():
+        print(f"{IGNORES}: has no line {ENV_FILE}, a file for secrets (docs/hub.md); add it")
     for name, text in texts.items():
         Path(name).write_text(text, encoding="utf-8")
         print(f"{name}: written")

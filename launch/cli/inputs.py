@@ -257,7 +257,7 @@ def read_env_file(file: Path) -> tuple[dict[str, str], str]:
         mode = file.stat().st_mode
         if file.stat().st_size > MAX_ENV_BYTES:
             raise SettingsError(f"{file}: want at most {MAX_ENV_BYTES} bytes of NAME=value, got {file.stat().st_size}")
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # a BOM is no part of the first name
     except OSError as error:
         raise SettingsError(f"{file}: want a file that can be read, got {error.strerror}") from None
     except UnicodeDecodeError:
@@ -273,10 +273,11 @@ def _secrets_in(file: Path, lines: list[str]) -> dict[str, str]:
         if not line or line.startswith("#"):
             continue
         match = _ENV_LINE.fullmatch(line)
+        if match is not None and not (match["name"] in SECRETS or match["name"].startswith(SECRETS_PREFIX)):
+            continue
         value = _ENV_VALUE.fullmatch(match["value"]) if match is not None else None
         if match is None or value is None or "\0" in line:
             got = "another line" if match is None else f"a value of {match['name']} with a blank or a part of a quote"
             raise SettingsError(f"{file}:{number}: want NAME=value, or NAME='value' with blanks in it, got {got}")
-        if match["name"] in SECRETS or match["name"].startswith(SECRETS_PREFIX):
-            secrets[match["name"]] = value["quoted"] if value["quote"] else value["bare"]
+        secrets[match["name"]] = value["quoted"] if value["quote"] else value["bare"]
     return secrets

@@ -65,7 +65,7 @@ def push(root: Path, repo: str, *, public: bool) -> str:
     operations = [CommitOperationAdd(CARD, text.encode())]
     operations += [CommitOperationAdd(file, str(final / file)) for file in chosen if file != MANIFEST]
     show_progress()
-    with explained(OPTION, repo, MODEL):
+    with explained(OPTION, repo, MODEL, uploads=True):
         api.create_repo(repo, private=not public, exist_ok=True)
         done = api.create_commit(repo, operations, commit_message=f"Model of the run {root.name}")
     return str(done.commit_url)

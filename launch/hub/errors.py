@@ -1,6 +1,7 @@
 """Errors of the hub: what ``huggingface_hub`` and HTTP raise becomes ``HubRefused``, whose text holds no token."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,34 +29,46 @@ class HubUnreachable(HubRefused):
 
 
 @contextmanager
-def explained(where: str, repo: str, kind: str) -> Iterator[None]:
-    """Raise HubRefused in place of the library's errors, with the setting or option at ``where``."""
-    from httpx2 import HTTPError
+def explained(where: str, repo: str, kind: str, *, uploads: bool = False) -> Iterator[None]:
+    """Raise HubRefused in place of the library's errors, with the setting or option at ``where``.
+
+    ``uploads``: the repository is written to.
+    """
+    from httpx2 import HTTPError, InvalidURL
     from huggingface_hub import errors
 
     path = "a path of prompts" if kind == DATASET else "a directory with a Hugging Face model"
-    what = f"{path}, or a repository of the hub"
+    what = "a repository of the hub to write to" if uploads else f"{path}, or a repository of the hub"
+    shown = repo if uploads else f"{repo}, which is no path here,"
+    way_out = "set HF_ENDPOINT to a hub that can be reached" if uploads else WAY_OUT
     try:
         if is_offline():
             raise errors.OfflineModeIsEnabled
         yield
+    except HubRefused:
+        raise
     except errors.GatedRepoError:
         cure = f"accept its conditions on its page with an account, and {TOKEN}"
         raise HubRefused(where, what, f"{repo}, which is gated", cure) from None
     except errors.RevisionNotFoundError:
         raise HubRefused(where, what, f"{repo} without such a revision", "name a branch, tag or commit") from None
     except errors.RepositoryNotFoundError:
-        got = f"{repo}, which is no path here, and missing on {endpoint()} or private"
+        got = f"{repo}, which is no path here, and missing on {shown_endpoint()} or private"
         raise HubRefused(where, what, got, f"fix it; for a private repository {TOKEN}") from None
     except errors.HFValidationError:
         raise HubRefused(where, what, f"{repo}, which is neither", "fix it") from None
     except errors.OfflineModeIsEnabled:
-        got = f"{repo}, which is no path here and not in {cache()}, in offline mode"
-        raise HubUnreachable(where, what, got, WAY_OUT) from None
+        got, cure = f"{shown} and not in {cache()}, in offline mode", way_out
+        if uploads:
+            got, cure = f"{repo} in offline mode", "unset HF_HUB_OFFLINE"
+        raise HubUnreachable(where, what, got, cure) from None
     except errors.HfHubHTTPError as error:
-        _raise_status(where, what, repo, error.response.status_code)
+        raise _of_status(where, what, repo, error.response.status_code, way_out) from None
     except (HTTPError, OSError, RuntimeError) as error:
-        _raise_failure(where, what, repo, error)
+        raise _of_failure(where, what, repo, error, shown, way_out) from None
+    except (InvalidURL, ValueError, TypeError, LookupError, AttributeError) as error:  # the library reads an answer
+        got = f"{shown} and an answer of {shown_endpoint()} as no hub gives it ({type(error).__name__})"
+        raise HubRefused(where, what, got, way_out) from error
 
 
 def endpoint() -> str:
@@ -63,6 +76,11 @@ def endpoint() -> str:
     from huggingface_hub import constants
 
     return (os.environ.get("HF_ENDPOINT") or str(constants.ENDPOINT)).rstrip("/")
+
+
+def shown_endpoint() -> str:
+    """Return the address of the hub without the user and the password that it may have."""
+    return re.sub("//[^/]*@", "//", endpoint())
 
 
 def is_offline() -> bool:
@@ -73,20 +91,18 @@ def is_offline() -> bool:
     return is_set or bool(constants.HF_HUB_OFFLINE)
 
 
-def _raise_failure(where: str, what: str, repo: str, error: Exception) -> None:
+def _of_failure(where: str, what: str, repo: str, error: Exception, shown: str, way_out: str) -> HubRefused:
     # An OSError of the file system has a number. Errors of the library and of hf_xet, which transfers large files,
     # have none. hf_xet raises RuntimeError too where a connection fails.
     if isinstance(error, OSError) and error.errno is not None:
         got = f"{error.filename or cache()}: {error.strerror}"
-        raise HubRefused(where, f"a cache that can be written for {repo}", got, "set HF_HOME") from None
-    reason = type(error.__cause__ or error).__name__
-    got = f"{repo}, which is no path here, and no answer of {endpoint()} ({reason})"
-    raise HubUnreachable(where, what, got, WAY_OUT) from None
+        return HubRefused(where, f"a cache that can be written for {repo}", got, "set HF_HOME")
+    got = f"{shown} and no answer of {shown_endpoint()} ({type(error.__cause__ or error).__name__})"
+    return HubUnreachable(where, what, got, way_out)
 
 
-def _raise_status(where: str, what: str, repo: str, status: int) -> None:
+def _of_status(where: str, what: str, repo: str, status: int, way_out: str) -> HubRefused:
+    got = f"status {status} of {shown_endpoint()} for {repo}"
     if status in (401, 403):
-        got = f"status {status} of {endpoint()} for {repo}: the token is wrong, or lacks the right"
-        raise HubRefused(where, what, got, TOKEN) from None
-    got = f"status {status} of {endpoint()} for {repo}"
-    raise (HubUnreachable if status >= 500 or status == 429 else HubRefused)(where, what, got, WAY_OUT) from None
+        return HubRefused(where, what, f"{got}: the token is wrong, or lacks the right", TOKEN)
+    return (HubUnreachable if status >= 500 or status == 429 else HubRefused)(where, what, got, way_out)

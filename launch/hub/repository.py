@@ -21,7 +21,15 @@ from typing import Any
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.hub import selection
-from tidemill.launch.hub.errors import WAY_OUT, HubRefused, HubUnreachable, endpoint, explained, is_offline
+from tidemill.launch.hub.errors import (
+    WAY_OUT,
+    HubRefused,
+    HubUnreachable,
+    endpoint,
+    explained,
+    is_offline,
+    shown_endpoint,
+)
 from tidemill.launch.settings.hub_names import COMMIT, DATASET, MODEL_PATH, HubName, cache, kept, names_in
 
 log = logging.getLogger(__name__)
@@ -45,7 +53,7 @@ class Fetched:
     is_offline: bool
 
     def __str__(self) -> str:
-        place = "the cache" if self.is_offline else endpoint()
+        place = "the cache" if self.is_offline else shown_endpoint()
         size = _amount(self.num_files, self.size_bytes)
         return f"{self.written}: commit {self.name.revision} of {place}, {size}, in {self.name.folder}"
 
@@ -66,19 +74,22 @@ def fetch(
     try:
         listing = _listed(name, where)
     except HubRefused as refused:
-        # A commit never changes; a branch does, so its last commit counts in offline mode alone.
-        listing_here = _cached(name) if name.is_pinned or is_offline() else None
-        if listing_here is None:
-            raise refused
-        listing = listing_here
+        listing = _cached_after(refused, name)
     pinned = replace(name, revision=listing.commit)
-    if name.kind == DATASET:
-        if selection.CARD in listing.files:
-            _download(pinned, where, listing, [selection.CARD], say)
-        chosen, inside = selection.data_files(where, name, listing.files, _card(pinned))
-        pinned = replace(pinned, inside=inside)
-    else:
-        chosen = selection.model_files(where, name, listing.files, weights=weights, tokenizer=tokenizer)
+    try:
+        if name.kind == DATASET:
+            if selection.CARD in listing.files:
+                _download(pinned, where, listing, [selection.CARD], say)
+            chosen, inside = selection.data_files(where, name, listing.files, _card(pinned))
+            pinned = replace(pinned, inside=inside)
+        else:
+            chosen = selection.model_files(where, name, listing.files, weights=weights, tokenizer=tokenizer)
+    except HubRefused as refused:
+        if not listing.is_offline:
+            raise
+        cure = f"{refused.cure}; or {WAY_OUT}" if name.kind == DATASET else WAY_OUT
+        got = f"{refused.got} in {cache()}, which may have a part of it"
+        raise HubUnreachable(where, refused.want, got, cure) from None
     _download(pinned, where, listing, chosen, say)
     if not name.is_pinned and not listing.is_offline and weights:
         write_whole(name.storage / "refs" / (name.revision or "main"), listing.commit)
@@ -136,19 +147,36 @@ def _files_of(name: HubName) -> dict[str, JsonObject]:
 
 def _listed(name: HubName, where: str) -> Listing:
     """Ask the hub for the commit of a revision and its files. Raises HubRefused."""
-    from huggingface_hub import HfApi
-
     with explained(where, name.repo, name.kind):
+        from huggingface_hub import HfApi
+
         info: Any = HfApi(endpoint=endpoint(), library_name="tidemill").repo_info(
             name.repo, repo_type=name.kind, revision=name.revision or None, timeout=ANSWER_S, files_metadata=True
         )
-    files = {}
-    for sibling in info.siblings or ():
-        digest = f"sha256:{sibling.lfs.sha256}" if sibling.lfs else f"git:{sibling.blob_id}" if sibling.blob_id else ""
-        files[str(sibling.rfilename)] = (int(sibling.size or 0), digest)
+        files = {
+            str(sibling.rfilename): (int(sibling.size or 0), _digest_of(sibling)) for sibling in info.siblings or ()
+        }
     if not COMMIT.fullmatch(str(info.sha)) or (name.is_pinned and info.sha != name.revision):
         raise HubRefused(where, f"a commit of {name}", repr(info.sha)[:80], "set HF_ENDPOINT to a hub, or unset it")
     return Listing(commit=info.sha, files=files)
+
+
+def _digest_of(file: Any) -> str:
+    return f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}" if file.blob_id else ""
+
+
+def _cached_after(refused: HubRefused, name: HubName) -> Listing:
+    """Return the files in the cache where the hub gave none. Raises ``refused`` where they do not count.
+
+    A commit never changes; a branch does, so its last commit counts in offline mode alone.
+    """
+    listing = _cached(name)
+    if listing is not None and (name.is_pinned or is_offline()):
+        return listing
+    if listing is not None and isinstance(refused, HubUnreachable):
+        cure = f"set HF_HUB_OFFLINE=1 to use commit {listing.commit[:12]} in the cache, or {refused.cure}"
+        raise HubUnreachable(refused.where, refused.want, refused.got, cure) from None
+    raise refused
 
 
 def _cached(name: HubName) -> Listing | None:
@@ -181,7 +209,7 @@ def _download(name: HubName, where: str, listing: Listing, files: list[str], say
         return
     _refuse_full_disk(name, where, size := sum(listing.files[file][0] for file in missing))
     show_progress()
-    say(f"{name.repo}: fetching {_amount(len(missing), size)}, from {endpoint()}")
+    say(f"{name.repo}: fetching {_amount(len(missing), size)}, from {shown_endpoint()}")
     tries, before = 0, -1
     while missing:
         try:

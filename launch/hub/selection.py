@@ -18,9 +18,11 @@ WEIGHTS = ".safetensors"
 _TEXTS = (".json", ".jinja", ".model", ".txt")
 # Names of the weights as transformers saves them; a repository may have other copies beside them.
 _COMPLETE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_GLOBBED = re.compile(r"[*?[]")
 _GLOB = re.compile(r"\*\*/|\*\*|\*|\?|[^*?]+")
 _REGEX = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 MOST_SHOWN = 20
+_HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}  # Names of splits that are not for training
 
 
 def model_files(where: str, name: HubName, files: Collection[str], *, weights: bool, tokenizer: bool) -> list[str]:
@@ -56,12 +58,24 @@ def data_files(where: str, name: HubName, files: Collection[str], card: Mapping[
     if len({label.partition("/")[0] for label in patterns}) == 1 and "/" not in inside:  # its name may be left out
         inside = next((label for label in patterns if label.partition("/")[2] == inside), inside)
     chosen = splits.get(inside) or [file for file in rows if inside and _is_inside(file, inside)]
-    if not chosen:
+    is_directory = inside not in splits and inside not in rows and not _GLOBBED.search(inside)
+    if not chosen or (is_directory and _mixes(splits, chosen, is_declared=bool(patterns))):
         shown = ", ".join(f"{name.repo}/{label}" for label in list(splits)[:MOST_SHOWN])
-        got = f"{name.inside!r}" if name.inside else f"{len(splits)} splits"
+        got = f"{name.inside!r}" + (f" with {len(chosen)} files of several" if chosen else "")
+        got = got if name.inside else f"{len(splits)} splits"
         raise HubRefused(where, f"one split of {name.repo}", got, f"name one of: {shown}")
-    refuse_missing_shards(where, name, chosen)
+    if inside not in rows:  # a shard may be named alone
+        refuse_missing_shards(where, name, chosen)
     return chosen, _pattern_of(where, name, chosen, rows, patterns.get(inside, (inside,)))
+
+
+def _mixes(splits: Mapping[str, list[str]], chosen: Collection[str], *, is_declared: bool) -> bool:
+    """Return whether files are of several splits, so that a held-out one may be among them.
+
+    Splits that no card declares are any names of files.
+    """
+    names = {label.rpartition("/")[2] for label, files in splits.items() if not set(files).isdisjoint(chosen)}
+    return len(names) > 1 and (is_declared or not names.isdisjoint(_HELD_OUT))
 
 
 def refuse_missing_shards(where: str, name: HubName, files: Iterable[str]) -> None:

@@ -34,7 +34,6 @@ from tidemill.actors.serving.builtin.sequence import Sequence as Response
 from tidemill.actors.serving.builtin.weights import Weights
 from tidemill.weightstore.errors import BadManifest
 from tidemill.weightstore.format.adapters import AdapterHeader, read_directory
-from tidemill.weightstore.format.manifest import spec_of
 
 SCALE = 1.5
 
@@ -43,8 +42,7 @@ def received(weights: Weights, matrices: dict[str, Tensor]) -> Adapter:
     """Return an adapter as a push brings it."""
     header = AdapterHeader(scale=SCALE, num_tensors=len(matrices))
     incoming = IncomingAdapter(header, weights.shape, dtype=weights.dtype, device=weights.device)
-    incoming.check_new([spec_of(name, tensor) for name, tensor in matrices.items()], ())
-    incoming.take(matrices.items())
+    incoming.load(matrices)
     return incoming.built()
 
 
@@ -160,8 +158,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: object,
     header = AdapterHeader(scale=SCALE, num_tensors=28)
     incoming = IncomingAdapter(header, weights.shape, dtype=weights.dtype, device=weights.device)
     with pytest.raises(UpdateRefused, match=reason):
-        incoming.check_new([spec_of(name, tensor) for name, tensor in tensors.items()], ())
-        incoming.take(tensors.items())
+        incoming.load(tensors)
         incoming.built()
 
 

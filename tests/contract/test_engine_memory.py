@@ -235,7 +235,7 @@ async def test_a_bucket_that_is_late_keeps_no_push_after_the_release_from_being_
             await old.whole(models[0], version)
         await old.begin(4)
         asked = asyncio.create_task(old.bucket(list(models[0].named_parameters()), send=False))
-        await served.until(lambda: bool(served.engine.updates._straight))
+        await served.until(lambda: bool(served.engine.updates._standby.in_transit))
         assert await ask(served, RELEASE) == 200
         assert await ask(served, RESUME) == 200
         async with joined(served, "new") as push:

@@ -218,13 +218,14 @@ class Copying:
 
 def copies_late(served: Served, monkeypatch: pytest.MonkeyPatch) -> Copying:
     """Let the first copy of a message wait until it may go on."""
-    copy, copying = served.engine.updates._copy, Copying()
+    standby, copying = served.engine.updates._standby, Copying()
+    copy = standby._copy
 
-    def late(*args: Any) -> None:
+    def late(*args: Any) -> Any:
         if not copying.begun.is_set():
             copying.begun.set()
             assert copying.go_on.wait(LIMIT_S)
-        copy(*args)
+        return copy(*args)
 
-    monkeypatch.setattr(served.engine.updates, "_copy", late)
+    monkeypatch.setattr(standby, "_copy", late)
     return copying

@@ -563,7 +563,7 @@ async def test_what_a_broken_push_brings_late_is_written_nowhere(directories: li
         for version in range(1, 4):
             await old.whole(models[0], version)
         updates = served.engine.updates
-        assert updates.standby is not None and updates.standby.order == updates._order != ()
+        assert updates.standby is not None and updates.standby.order == updates._standby.order != ()
         await old.begin(4)
         tensors = list(named(models[2]))
         asked = asyncio.create_task(old.bucket(tensors, send=False))

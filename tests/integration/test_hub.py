@@ -1,6 +1,7 @@
 """Names of a hub: what is fetched into the cache, at which commit, and how each trouble is named."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,22 @@ def test_without_a_card_the_names_of_the_files_say_it(hub: Hub, files: list[str]
     assert fetch(data(name)).name.inside == inside
 
 
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (gsm8k(), "org/sums/main"),
+        (dict.fromkeys(["en/train.jsonl", "en/test.jsonl"], ROW), "org/sums/en"),
+        (dict.fromkeys(["data/train-0-of-1.jsonl", "data/validation-0-of-1.jsonl"], ROW), "org/sums/data"),
+    ],
+)
+def test_a_held_out_split_is_never_trained_by_the_way(hub: Hub, files: dict[str, bytes], name: str) -> None:
+    """``load_dataset`` takes a configuration without a split; here its test rows would be prompts of training."""
+    hub.repo("org/sums", "dataset").commit(files)
+    text = refused(data(name))
+    assert "want one split of org/sums" in text and "files of several; name one of: org/sums/" in text
+    assert fetch(data(f"org/sums@main/{next(file for file in files if file.endswith('.jsonl'))}")).num_files == 1
+
+
 def refused(name: HubName, **options: Any) -> str:
     with pytest.raises(HubRefused) as error:
         fetch(name, **options)
@@ -188,6 +205,57 @@ def test_a_repository_that_cannot_be_had_is_named(
     assert "gated; accept its conditions" in refused(model("org/gated"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert "no answer of http://127.0.0.1:9" in (text := refused(model("org/gated"))) and "HF_ENDPOINT" in text
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [b"<html>Sign in</html>", b"", b"null", b"[]", b"{}", bytes(range(256)), b'{"id": "org/tiny", "siblings": 5}'],
+)
+def test_an_answer_that_is_no_hubs_is_named(hub: Hub, rubbish: bytes) -> None:
+    hub.rubbish = rubbish
+    for name in (model("org/tiny"), data("org/sums/train")):
+        text = refused(name)
+        assert f"an answer of {hub.url} as no hub gives it" in text and "set HF_ENDPOINT to a mirror" in text
+
+
+def test_the_password_of_a_mirror_is_in_no_message(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repo("org/tiny").commit(files)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url.replace("//", "//team:hf_secret@"))
+    said: list[str] = []
+    said += [str(fetch(model("org/tiny"), say=said.append)), refused(model("org/none"))]
+    monkeypatch.setenv("HF_ENDPOINT", "http://team:hf_secret@127.0.0.1:9")
+    said.append(refused(model("org/none")))
+    assert len(said) == 4 and "hf_secret" not in "".join(said) and all("://127.0.0.1:" in text for text in said)
+
+
+def test_a_cached_branch_is_offered_when_the_hub_is_away(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = hub.repo("org/tiny").commit(files)
+    fetch(model("org/tiny"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert f"set HF_HUB_OFFLINE=1 to use commit {commit[:12]} in the cache" in refused(model("org/tiny"))
+    assert "HF_HUB_OFFLINE" not in refused(model("org/other"))
+
+
+def test_what_a_cache_lacks_is_not_said_of_the_repository(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another tool has fetched a part of the files."""
+    from huggingface_hub import hf_hub_download
+
+    cache = os.environ["HF_HUB_CACHE"]
+    hub.repo("org/tiny").commit(files)
+    hub.repo("org/sums", "dataset").commit(gsm8k())
+    where = {"endpoint": hub.url, "cache_dir": cache}
+    hf_hub_download("org/tiny", "config.json", **where)
+    hf_hub_download("org/sums", "main/test-00000-of-00001.jsonl", repo_type="dataset", **where)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert f"got none in {cache}, which may have a part of it; give a path" in refused(model("org/tiny"))
+    text = refused(data("org/sums/main/train"))
+    assert f"in {cache}, which may have a part of it; name one of: org/sums/main/test; or give a path" in text
 
 
 def test_offline_the_last_whole_commit_counts(

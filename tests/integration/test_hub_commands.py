@@ -194,7 +194,13 @@ def test_a_finished_model_is_pushed_with_a_card(
     monkeypatch.delenv("HF_TOKEN")
     (tmp_path / ".env").write_text("HF_TOKEN=hf_secret\n")
     assert cli.main(words) == 78
-    assert f"no answer of {hub.url}" in capsys.readouterr().err, "it has no storage by chunks (xet)"
+    errors = capsys.readouterr().err
+    assert f"no answer of {hub.url}" in errors, "it has no storage by chunks (xet)"
+    assert "want a repository of the hub to write to" in errors and "cache" not in errors
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(words) == 78
+    assert "got me/trained in offline mode; unset HF_HUB_OFFLINE" in capsys.readouterr().err
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     assert cli.main(words) == 0
     output = capsys.readouterr()

@@ -158,8 +158,8 @@ class LossyUpdates(BuiltinUpdates):
     async def checksum_report(self, *, of: str) -> tuple[int | None, ChecksumReport]:
         if of == "update" and not self.lost:
             self.lost = True
-            assert self._standby is not None
-            self._standby.named["model.norm.weight"].view(torch.uint8)[2] ^= 8
+            assert self.standby is not None
+            self.standby.named["model.norm.weight"].view(torch.uint8)[2] ^= 8
         return await super().checksum_report(of=of)
 
 

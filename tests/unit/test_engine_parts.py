@@ -25,6 +25,7 @@ from tidemill.actors.serving.builtin.weights import MAPPED_BYTES, read_safetenso
 from tidemill.actors.text.text import StopStrings, Text
 from tidemill.bus.wire.messages import Span
 from tidemill.launch.checks.model import tensors_in
+from tidemill.weightstore.format.manifest import Bucket
 
 
 def new_sequence(**params: object) -> Sequence:
@@ -188,7 +189,8 @@ async def test_a_buffer_that_is_too_small_is_freed_before_its_message_is_receive
 
     group = JoinedGroup(Messages())  # type: ignore[arg-type]
     for num_bytes in (10, 20, 15):
-        group.return_buffer(await (await group.receive(num_bytes, LIMIT_S, None)))
+        bucket = Bucket(specs=(), num_bytes=num_bytes)
+        group.return_buffer(await (await group.receive(bucket, LIMIT_S)).future)
     assert Messages.buffers == [0, 0, 20]
     group.close()
 

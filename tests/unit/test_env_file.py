@@ -37,6 +37,12 @@ PATH=/elsewhere
     assert read_env_file(tmp_path / "none") == ({}, "")
 
 
+def test_lines_of_other_programs_are_passed_over(tmp_path: Path) -> None:
+    """A file that is shared with them, from an editor that writes CRLF and a byte order mark."""
+    text = "\ufeffHF_TOKEN=hf_a\r\nGREETING=hello world\r\nJSON={\"a\": 'b'}\r\nHALF='a\r\nAWS_PROFILE=b\r\n"
+    assert read_env_file(written(tmp_path, text)) == ({"HF_TOKEN": "hf_a", "AWS_PROFILE": "b"}, "")
+
+
 @pytest.mark.parametrize(
     "line",
     [

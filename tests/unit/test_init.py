@@ -38,8 +38,9 @@ def test_secrets_and_runs_stay_out_of_a_repository(capsys: pytest.CaptureFixture
     assert Path(".gitignore").read_text().splitlines() == [".env", "runs/"]
     Path(CONFIG).unlink()
     Path(".gitignore").write_text("mine")
+    assert "has no line .env" not in capsys.readouterr().out
     assert cli.main(["init", "gsm8k"]) == 0
-    assert Path(".gitignore").read_text() == "mine"
+    assert Path(".gitignore").read_text() == "mine" and ".gitignore: has no line .env" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -187,7 +187,8 @@ def test_settings_of_experts_that_cannot_be(settings: dict[str, Any], message: d
         ("glm_moe_dsa", {"n_routed_experts": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]}, [1, 2, 3]),
         ("nemotron_h", {"n_routed_experts": 4, "hybrid_override_pattern": "ME*E"}, [1, 3]),
         ("llama4_text", {"num_local_experts": 4, "interleave_moe_layer_step": 2}, [1, 3]),
-        ("llama4_text", {"num_local_experts": 4, "interleave_moe_layer_step": 0}, [0, 1, 2, 3]),  # transformers refuses it
+        # transformers refuses this one
+        ("llama4_text", {"num_local_experts": 4, "interleave_moe_layer_step": 0}, [0, 1, 2, 3]),
         ("lfm2_moe", {"num_experts": 4, "num_dense_layers": 2}, [2, 3]),
         ("kimi_linear", {"num_experts": 4, "first_k_dense_replace": 1, "num_experts_per_token": 2}, [1, 2, 3]),
         ("granitemoehybrid", {"num_local_experts": 0}, None),

@@ -17,7 +17,7 @@ from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.updates import require_new
 from tidemill.weightstore.format.adapters import AdapterHeader, matrices_of, module_of
-from tidemill.weightstore.format.manifest import Bucket, TensorSpec, unflatten
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec, spec_of, unflatten
 
 QKV, OUTPUT, GATE_UP, DOWN = "qkv", "output", "gate_up", "down"
 """The fused projections of a layer."""
@@ -128,11 +128,15 @@ class IncomingAdapter:
         return False
 
     def add(self, bucket: Bucket, message: Tensor) -> None:
-        """Copy the tensors of a flat bucket. Blocking."""
-        self.take(unflatten(bucket, message))
+        """Copy the tensors of a flat bucket, which were checked. Blocking."""
+        self._copy(unflatten(bucket, message))
 
-    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors, which were checked. Blocking."""
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of a file. Blocking. Raises as ``check_new``."""
+        self.check_new([spec_of(name, tensor) for name, tensor in tensors.items()], ())
+        self._copy(tensors.items())
+
+    def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._named |= {name: tensor.to(device=self._device, dtype=self._dtype, copy=True) for name, tensor in tensors}
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the sender may write there again
@@ -151,6 +155,12 @@ class IncomingAdapter:
             if a is None or b is None or a.shape[0] != b.shape[1]:
                 shapes = [None if matrix is None else list(matrix.shape) for matrix in (a, b)]
                 raise UpdateRefused(f"adapter: {module}: want A and B of one rank, got shapes {shapes}")
+
+    def check_finite(self) -> None:
+        """Raise UpdateRefused for numbers that are not finite, with which every response would fail. Blocking."""
+        for name, tensor in self._named.items():
+            if not tensor.isfinite().all():
+                raise UpdateRefused(f"adapter: {name}: want finite numbers, got others among them")
 
     def _modules(self) -> Iterator[str]:
         for name in self._named:

@@ -38,14 +38,22 @@ class Incoming:
     """Memory of the standby copy into which it is received; None = it is received into memory of the group."""
     future: "asyncio.Future[Tensor]"
 
+    def is_in_place(self, message: Tensor) -> bool:
+        """Return whether the received message is in the standby copy."""
+        return self.place is not None and message.data_ptr() == self.place.data_ptr()
+
+    def return_buffer(self, message: Tensor) -> None:
+        """Return the memory of the received message to its group, if it is the group's."""
+        if self.place is None:
+            self.group.return_buffer(message)
+
     def discard(self) -> None:
         """Return the buffer of a message once it is received: the message is not needed."""
-        if self.place is None:
-            self.future.add_done_callback(self._return_buffer)
+        self.future.add_done_callback(self._discard_received)
 
-    def _return_buffer(self, future: "asyncio.Future[Tensor]") -> None:
+    def _discard_received(self, future: "asyncio.Future[Tensor]") -> None:
         if not future.cancelled() and future.exception() is None:
-            self.group.return_buffer(future.result())
+            self.return_buffer(future.result())
 
 
 class JoinedGroup:
@@ -82,9 +90,9 @@ class JoinedGroup:
         finally:
             self._used.release()
 
-    async def receive(self, num_bytes: int, timeout_s: float, into: Tensor | None) -> "asyncio.Future[Tensor]":
-        """Request the next message. Without ``into`` this waits for memory, which ``return_buffer`` takes back."""
-        loop, is_buffer = asyncio.get_running_loop(), into is None
+    async def receive(self, bucket: Bucket, timeout_s: float, place: Tensor | None = None) -> Incoming:
+        """Request the next message. Without ``place`` this waits for memory, which ``return_buffer`` takes back."""
+        loop, num_bytes, into = asyncio.get_running_loop(), bucket.num_bytes, place
         if into is None:
             await self._free.acquire()
             into = self._memory.pop()
@@ -95,8 +103,8 @@ class JoinedGroup:
         except RuntimeError as error:  # its thread is shut down
             raise PeerLost("of the push", "receiving", "the group was left meanwhile") from error
         self.receiving += 1
-        future.add_done_callback(lambda future: self._received(future, is_buffer=is_buffer))
-        return future
+        future.add_done_callback(lambda future: self._received(future, is_buffer=place is None))
+        return Incoming(bucket, self, place, future)
 
     def _received(self, future: "asyncio.Future[Tensor]", *, is_buffer: bool) -> None:
         self.receiving -= 1
@@ -162,6 +170,15 @@ class Update:
                 raise UpdateRefused(f"{spec.name}: want shape {sizes[spec.name]}, got {spec.shape}")
             if not getattr(torch, spec.dtype).is_floating_point:
                 raise UpdateRefused(f"{spec.name}: want floating-point numbers, got {spec.dtype}")
+
+    def announce(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
+        """Record tensors that are requested. Raises as ``check_new``."""
+        self.check_new(specs, sizes)
+        self.announced.update(spec.name for spec in specs)
+
+    def record(self, bucket: Bucket) -> None:
+        """Record the tensors of a bucket as received."""
+        self.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
 
     def check_complete(self, weights: WeightSet | None) -> None:
         """Raise UpdateRefused unless every tensor of ``weights``, and of the adapter, was received."""

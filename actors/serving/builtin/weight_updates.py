@@ -19,32 +19,25 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from tidemill.actors.errors import PeerTransferRefused, UpdateRefused
 from tidemill.actors.http_api import decode
-from tidemill.actors.serving.builtin.lora import Adapter, IncomingAdapter
+from tidemill.actors.serving.builtin.lora import Adapter
 from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
 from tidemill.actors.serving.builtin.scheduler import Scheduler
-from tidemill.actors.serving.builtin.weights import (
-    WeightSet,
-    copy_all,
-    empty_cache,
-    finalize,
-    load_from_bucket,
-    load_from_directory,
-)
+from tidemill.actors.serving.builtin.weight_copies import ServedWeights, Standby
+from tidemill.actors.serving.builtin.weights import WeightSet, empty_cache
 from tidemill.actors.serving.command_bodies import BucketBody, UpdateBody
 from tidemill.actors.serving.port import COMMAND_S, Body
 from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS, Updates
 from tidemill.bus.system.functions import errors_as
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format import adapters
-from tidemill.weightstore.format.adapters import AdapterHeader, MergedTensors, base_digest
-from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums, sha256
-from tidemill.weightstore.format.manifest import Bucket, TensorSpec, spec_of
+from tidemill.weightstore.format.adapters import AdapterHeader
+from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 from tidemill.weightstore.store import snapshot_files
 from tidemill.weightstore.transport.handles import Offered
 
@@ -55,29 +48,16 @@ CLOSE_S = 5.0
 
 
 class BuiltinUpdates(Updates):
-    """Owner of the standby copy and of the order of updates."""
+    """Owner of the order of updates, and of the two copies of the weights (see ``weight_copies.py``)."""
 
     def __init__(self, served: WeightSet, scheduler: Scheduler, *, on_update: Callable[[int, int], None]) -> None:
         super().__init__(on_update)
-        self._adapter_shape, self._dtype, self._device = served.adapter_shape, served.dtype, served.device
         self._sizes = {name: tuple(tensor.shape) for name, tensor in served.with_alias().items()}
         self._sizes |= served.unused
-        self._empty_copy = served.empty_copy
-        self._served: WeightSet | None = served
+        self._served, self._standby = ServedWeights(served), Standby(served)
         self._scheduler = scheduler
-        self._adapter: Adapter | None = None
-        """The adapter that is added to the served weights; None = there is none, or it is merged into them."""
-        self._base = ""
-        """Digest of the served weights without the adapter; "" = not computed since they changed."""
-        self._standby: WeightSet | None = None
         self._open: Update | None = None
         self._groups: dict[str, JoinedGroup] = {}
-        self._order: tuple[str, ...] = ()
-        """Names in the order of the last push: the next standby copy has this order in memory."""
-        self._straight: set[asyncio.Future[Tensor]] = set()
-        """Messages that are received directly into the standby copy, which has no other use while one is late."""
-        self._copying = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        """Stream of the copies to a GPU."""
         self.writing = asyncio.Lock()
         """Held while the standby copy is written or swapped."""
 
@@ -124,12 +104,12 @@ class BuiltinUpdates(Updates):
     @property
     def weights(self) -> WeightSet | None:
         """Weights that requests are answered with; None while their memory is released."""
-        return self._served
+        return self._served.weights
 
     @property
     def standby(self) -> WeightSet | None:
         """Copy that the next update is written into, from the first update on."""
-        return self._standby
+        return self._standby.weights
 
     @property
     def open_update(self) -> Update | None:
@@ -143,7 +123,7 @@ class BuiltinUpdates(Updates):
 
     @property
     def whole(self) -> bool:
-        return self._served is not None
+        return self._served.weights is not None
 
     @property
     def released(self) -> frozenset[str]:
@@ -162,9 +142,9 @@ class BuiltinUpdates(Updates):
             if WEIGHTS in tags:
                 if self._open is not None:
                     self._discard("the memory of the weights is released")
-                self._served = self._standby = self._adapter = None
-                self._base = ""
-            await asyncio.to_thread(empty_cache, self._device)
+                self._served.replace(None, None)
+                self._standby.drop()
+            await asyncio.to_thread(empty_cache, self._scheduler.device)
         self._log_memory("released", tags, tokens)
 
     async def resume(self, tags: frozenset[str]) -> None:
@@ -208,11 +188,11 @@ class BuiltinUpdates(Updates):
         self.begun += 1
         async with self.writing:
             if update.has_weights:
-                await self._ensure_standby()
+                await self._standby.prepare()
             else:
                 assert adapter is not None
                 with self._discarding(update, "adapter"):
-                    await self._require_base(adapter.base)
+                    await self._served.require_base(adapter.base)
         self._check_current(update)
 
     async def receive(
@@ -250,8 +230,7 @@ class BuiltinUpdates(Updates):
             async with group.in_use(timeout_s):
                 # Again: another request may have announced them while this one waited for the group.
                 self._check_current(update)
-                update.check_new(specs, self._sizes)
-                update.announced.update(spec.name for spec in specs)
+                update.announce(specs, self._sizes)
                 incoming: list[Incoming] = []
                 into_buffers = False
                 try:
@@ -275,22 +254,15 @@ class BuiltinUpdates(Updates):
         """Copy one flat bucket of the learner's memory into the standby copy. Any failure discards the update."""
         update = self._current(version)
         with self._discarding(update, f"reading {bucket.num_bytes} bytes", at_timeout="not done in time"):
-            update.check_new(bucket.specs, self._sizes)
-            update.announced.update(spec.name for spec in bucket.specs)
+            update.announce(bucket.specs, self._sizes)
             if offered.num_bytes != bucket.num_bytes:
                 raise UpdateRefused(
                     f"bucket: want {bucket.num_bytes} bytes, which these tensors have, got {offered.num_bytes}"
                 )
             async with asyncio.timeout(timeout_s), self.writing:
-                self._check_current(update)
-                if (incoming := update.adapter_of(bucket)) is not None:
-                    await asyncio.to_thread(lambda: incoming.add(bucket, offered.tensor()))
-                else:
-                    standby = self._standby
-                    assert standby is not None
-                    last = len(update.received) + len(bucket.specs) >= len(standby.named)
-                    await self._write_standby(lambda: self._take(update, standby, bucket, offered.tensor(), last=last))
-                update.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
+                await self._store(update, bucket, offered.tensor)
+                if update.has_weights and self._standby.is_filled_by(update.received):
+                    await self._standby.finalized()  # here, so that the end takes less time
 
     async def end(self, version: int | None) -> float:
         return await self._end(self._current(version))
@@ -314,7 +286,7 @@ class BuiltinUpdates(Updates):
         self._require_weight_memory()
         if self._open is not None:
             self._discard(reason)
-        incoming = None if adapter is None else self._incoming_adapter(adapter)
+        incoming = None if adapter is None else self._served.incoming_adapter(adapter)
         update = Update(self.epoch, version, is_sent=is_sent, adapter=incoming)
         self._set_open(update)
         return update
@@ -328,8 +300,7 @@ class BuiltinUpdates(Updates):
         with self._discarding(update, str(directory)), refused:
             if (directory / adapters.CONFIG).exists():
                 return await self._load_adapter(update, directory)
-            standby = await self._ensure_standby()
-            await self._write_standby(lambda: load_from_directory(standby, directory))
+            standby = await self._standby.load(directory)
             self._check_current(update)
             update.received.update(dict.fromkeys(standby.named))
             self._check_whole(update)
@@ -339,10 +310,9 @@ class BuiltinUpdates(Updates):
         """Load a snapshot of an adapter alone. Raises SnapshotBroken, UpdateRefused for one of other weights."""
         await asyncio.to_thread(snapshot_files.verify, directory)
         header, tensors = await asyncio.to_thread(adapters.read_directory, directory)
-        await self._require_base(header.base)
-        incoming = self._incoming_adapter(header)
-        incoming.check_new([spec_of(name, tensor) for name, tensor in tensors.items()], ())
-        await asyncio.to_thread(incoming.take, tensors.items())
+        await self._served.require_base(header.base)
+        incoming = self._served.incoming_adapter(header)
+        await asyncio.to_thread(incoming.load, tensors)
         self._check_current(update)
         update.adapter = incoming
         self._check_whole(update)
@@ -356,81 +326,46 @@ class BuiltinUpdates(Updates):
             header, tensors = await asyncio.to_thread(adapters.read_directory, directory)
         except (OSError, WeightstoreError, SafetensorError) as error:
             raise UpdateRefused(f"lora_path: {error}") from error
-        incoming = self._incoming_adapter(header)
-        incoming.check_new([spec_of(tensor_name, tensor) for tensor_name, tensor in tensors.items()], ())
-        for tensor_name, tensor in tensors.items():
-            if not tensor.isfinite().all():
-                raise UpdateRefused(f"lora_path: {tensor_name}: want finite numbers, got others among them")
+        incoming = self._served.incoming_adapter(header)
+        await asyncio.to_thread(incoming.load, tensors)
+        await asyncio.to_thread(incoming.check_finite)
         async with self.writing:
             if header.base:
-                await self._require_base(header.base)
-            await asyncio.to_thread(incoming.take, tensors.items())
+                await self._served.require_base(header.base)
             adapter = await asyncio.to_thread(incoming.built)
             await asyncio.wrap_future(self._scheduler.set_adapter(name, adapter, version))
         log.info("adapter loaded name=%s version=%d directory=%s", name, version, directory)
 
-    def _incoming_adapter(self, header: AdapterHeader) -> IncomingAdapter:
-        """Return an empty adapter to fill. Raises UpdateRefused where the runner of the weights takes none."""
-        if self._adapter_shape is None:
-            raise UpdateRefused("adapter: want merged weights: the runner of this model takes no adapters beside them")
-        return IncomingAdapter(header, self._adapter_shape, dtype=self._dtype, device=self._device)
-
-    async def _require_base(self, base: str) -> None:
-        """Raise UpdateRefused unless the served weights, without their adapter, have this digest."""
-        if not self._base:
-            weights = self._served_weights()
-            self._base = base_digest(await asyncio.to_thread(report_checksums, weights.with_alias()))
-        if self._base != base:
-            raise UpdateRefused(f"adapter: want one of the weights {self._base}, which are served, got one of {base!r}")
-
     async def checksums(self) -> dict[str, str]:
         async with self.writing:  # a flip holds it, so these tensors are not written while they are read
-            weights = self._served_weights()
-            named = self._merged(weights.named)
-            return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
+            return await self._served.checksums()
 
     async def served(self) -> tuple[int, WeightSet, Adapter | None]:
         """Return the served version, its weights, into which the next push of weights but one writes, and the adapter
         that is added to them.
         """
         async with self.writing:
-            if self._served is None:
+            if self._served.weights is None:
                 raise PeerTransferRefused("the memory of the weights is released")
-            return self._scheduler.version, self._served, self._adapter
-
-    def _merged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return served weights with the adapter added to them."""
-        return tensors if self._adapter is None else MergedTensors(tensors, self._adapter.named, self._adapter.scale)
+            return self._scheduler.version, self._served.weights, self._served.adapter
 
     async def checksum_report(self, *, of: str) -> tuple[int | None, ChecksumReport]:
         async with self.writing:
             if of != "update":
-                tensors: Mapping[str, Tensor] = self._served_weights().with_alias()
-                if of == "served":
-                    tensors = self._merged(tensors)
-                report = await asyncio.to_thread(report_checksums, tensors)
-                if of == "base":
-                    self._base = base_digest(report)
+                report = await self._served.report(with_adapter=of == "served")
                 return self._scheduler.version, report
             update = self._current()
             with self._discarding(update, "checksums"):
                 self._check_whole(update)
             received: dict[str, Tensor] = {}
             if update.has_weights:
-                assert self._standby is not None
-                received |= self._standby.with_alias()
+                assert self._standby.weights is not None
+                received |= self._standby.weights.with_alias()
             if update.adapter is not None:
                 received |= update.adapter.named
             return update.version, await asyncio.to_thread(report_checksums, received)
 
     # -- inside
-
-    def _served_weights(self) -> WeightSet:
-        if self._served is None:
-            raise UpdateRefused(
-                "there are no weights: their memory was released, and no complete update has been received since"
-            )
-        return self._served
 
     def _current(self, version: int | None = None) -> Update:
         """Return the open update, with its version if that is given only now."""
@@ -467,94 +402,55 @@ class BuiltinUpdates(Updates):
                 raise
             raise UpdateRefused(f"{doing}: {str(error) or at_timeout}") from error
 
-    async def _ensure_standby(self) -> WeightSet:
-        """Return a copy to write: a new one for another order of tensors, or if a push may still write the old one."""
-        if self._standby is None or self._straight or self._standby.order != self._order:
-            self._standby, self._straight = None, set()
-            self._standby = await asyncio.to_thread(self._empty_copy, self._order)
-        return self._standby
-
     async def _receive(self, update: Update, group: JoinedGroup, bucket: Bucket, timeout_s: float) -> Incoming:
-        """Request the next message, into the standby copy if it has this layout, else into the group's memory."""
-        place = None
-        if update.adapter_of(bucket) is None:
-            assert self._standby is not None
-            place = self._standby.place(bucket)
-        if place is not None and self._standby is not None:
-            self._standby.writes += 1
-        future = await group.receive(bucket.num_bytes, timeout_s, place)
-        if place is not None:
-            self._straight.add(future)
-            future.add_done_callback(self._straight.discard)
-        return Incoming(bucket, group, place, future)
+        """Request the next message."""
+        if update.adapter_of(bucket) is not None:
+            return await group.receive(bucket, timeout_s)
+        return await self._standby.receive(group, bucket, timeout_s)
 
     async def _write(self, update: Update, incoming: Incoming) -> None:
-        """Wait for a message, and copy it into the standby copy unless it was received there."""
-        bucket, place, message = incoming.bucket, incoming.place, await incoming.future
-        self._straight.discard(incoming.future)  # the message is complete, though its callbacks may not have run yet
+        """Wait for a message, and copy it to its tensors unless it was received there."""
+        message = await incoming.future
         try:
             async with self.writing:
-                self._check_current(update)
-                adapter, standby = update.adapter_of(bucket), self._standby
-                if adapter is not None:
-                    await asyncio.to_thread(adapter.add, bucket, message)
-                elif place is None or message.data_ptr() != place.data_ptr():
-                    assert standby is not None
-                    await self._write_standby(lambda: self._copy(update, standby, bucket, message))
-                update.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
+                if incoming.is_in_place(message):
+                    self._check_current(update)
+                    update.record(incoming.bucket)
+                else:
+                    await self._store(update, incoming.bucket, lambda: message)
         finally:
-            if place is None:
-                incoming.group.return_buffer(message)
+            incoming.return_buffer(message)
 
-    async def _write_standby(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread. When this is cancelled the copy is abandoned: the thread may still write it."""
-        try:
-            await asyncio.to_thread(work)
-        except asyncio.CancelledError:
-            self._standby = None
-            raise
-
-    def _take(self, update: Update, standby: WeightSet, bucket: Bucket, flat: Tensor, *, last: bool) -> None:
-        """Copy a bucket of the learner's memory, at once if the layouts agree. Finalize after the last one."""
-        place = standby.place(bucket)
-        if place is None:
-            self._copy(update, standby, bucket, flat)
+    async def _store(self, update: Update, bucket: Bucket, flat: Callable[[], Tensor]) -> None:
+        """Copy a bucket into the adapter or the standby copy. ``flat`` is called in another thread."""
+        self._check_current(update)
+        if (adapter := update.adapter_of(bucket)) is not None:
+            await asyncio.to_thread(lambda: adapter.add(bucket, flat()))
         else:
-            standby.writes += 1
-            copy_all([(place, flat)], self._copying)
-        if last:
-            finalize(standby)
-
-    def _copy(self, update: Update, standby: WeightSet, bucket: Bucket, message: Tensor) -> None:
-        update.aliases |= load_from_bucket(standby, bucket, message, self._copying)
+            update.aliases |= await self._standby.write(bucket, flat)
+        update.record(bucket)
 
     def _check_whole(self, update: Update) -> None:
         self._check_current(update)
-        if self._straight:
-            raise UpdateRefused(f"{len(self._straight)} buckets have not been received completely")
-        update.check_complete(self._standby)
+        self._standby.check_arrived()
+        update.check_complete(self._standby.weights)
 
     async def _flip(self, update: Update) -> float:
         update.check_version(self._scheduler.version)
         assert update.version is not None
         incoming = update.adapter
         adapter = None if incoming is None else await asyncio.to_thread(incoming.built)
-        new = self._standby if update.has_weights else self._served
-        assert new is not None
-        if not new.final:
-            await self._write_standby(lambda: finalize(new))
+        new = await self._standby.finalized() if update.has_weights else self._served.require()
         self._check_current(update)
         # Not by _set_open: requests that end before the flip still count as ended while an update was open.
         self._open = None
         self.settled.set()
         old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version, adapter))
         self._scheduler.updating = self._open is not None  # another update may have begun during the flip
-        self._adapter = adapter
-        if not update.has_weights:
-            self._standby = None  # adapters need no second copy of the weights
+        self._served.replace(new, adapter)
+        if update.has_weights:
+            self._standby.exchange(old, [name for name in update.received if name in self._sizes and update.announced])
         else:
-            self._served, self._standby, self._base = new, old, ""
-            if update.announced:
-                self._order = tuple(name for name in update.received if name in self._sizes)
+            self._standby.drop()  # adapters need no second copy of the weights
         self._record_update(update.version, update.epoch, stall_s)
         return stall_s
