@@ -73,7 +73,9 @@ def run_convert(source: Path, out: Path, model: Path | None, codes: Codes = NO_C
     ``backend``: ``learner.backend`` of the runs that begin with a checkpoint made here.
     """
     if out.exists():
-        raise ValueError(f"{out}: want a directory that does not exist yet, got one that does")
+        raise ValueError(
+            f"{out}: want a directory that does not exist yet, got one that does; remove it, or give another"
+        )
     if backend != AUTO and not is_model(source):
         raise ValueError(f"--backend: want none without a model directory, got {backend}: a checkpoint names its own")
     if source.suffix == GGUF:
@@ -117,7 +119,10 @@ def _from_gguf(file: Path, out: Path, model: Path | None) -> int:
     require("gguf")
     if model is not None:
         raise ValueError(f"--model: want none with a GGUF file, got {model}")
-    parameters = gguf.to_directory(file, out)
+    try:
+        parameters = gguf.to_directory(file, out)
+    except OSError as error:
+        raise ValueError(f"{out}: want a directory that can be written, got {error.strerror or error}") from None
     print(f"{out}: a model directory of {parameters:,} parameters, in float32")
     return 0
 

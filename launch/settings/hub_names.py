@@ -83,7 +83,8 @@ def cache() -> Path:
     """Return the directory of the hub's cache: HF_HUB_CACHE, else by the library's other variables (HF_HOME)."""
     from huggingface_hub import constants
 
-    return Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
+    directory = os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE
+    return Path(os.path.expandvars(os.path.expanduser(directory)))  # as the library reads its variable
 
 
 def parse(kind: str, text: str) -> HubName | None:

@@ -8,6 +8,7 @@ Source: GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gg
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,10 @@ def to_directory(file: Path, out: Path) -> int:
         raise ValueError(f"{file}: want the field {error.args[0]}, got none") from error
     weights = _weights(tensors, config, file)
     config["tie_word_embeddings"] = "lm_head.weight" not in weights
-    out.mkdir(parents=True)
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    part = out.with_name(f"{out.name}.part")  # a conversion that is killed leaves no directory that looks whole
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
     ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
     for name, content in {
         "config.json": config,
@@ -66,7 +69,8 @@ def to_directory(file: Path, out: Path) -> int:
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": tokenizer_config,
     }.items():
-        write_whole(out / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_whole(part / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    part.rename(out)
     return sum(tensor.numel() for tensor in weights.values())
 
 

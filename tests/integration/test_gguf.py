@@ -172,3 +172,18 @@ def test_a_file_that_is_cut_is_refused(
     file.write_bytes(file.read_bytes()[:size])
     with refusal(ValueError, place=re.compile(r"model\.gguf$")):
         to_directory(file, tmp_path / "hf")
+
+
+def test_a_conversion_that_was_killed_is_begun_again(
+    tmp_path: Path, model: LlamaForCausalLM, tokenizer: Tokenizer
+) -> None:
+    """What it had written is in no model directory."""
+    (tmp_path / "hf.part").mkdir()
+    (tmp_path / "hf.part/tokenizer.json").write_text("{")
+    (tmp_path / "hf.part/rest").write_text("")
+    file = write(tmp_path / "model.gguf", model, tokenizer)
+    to_directory(file, tmp_path / "hf")
+    assert not (tmp_path / "hf.part").exists() and not (tmp_path / "hf/rest").exists()
+    assert json.loads((tmp_path / "hf/tokenizer.json").read_text())
+    with refusal(ValueError, place=f"{file}/hf", got="Not a directory"):
+        run_convert(file, file / "hf", None)

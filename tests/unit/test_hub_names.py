@@ -80,6 +80,13 @@ def test_a_commit_in_the_cache_is_a_directory_here_and_a_name_elsewhere(
     assert to_map(config)["model"]["path"] == config.model.path, "a directory that is not of this cache stays one"
 
 
+def test_the_cache_is_where_the_library_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for text in ("~/hub", "$HOME/hub"):
+        monkeypatch.setenv("HF_HUB_CACHE", text)
+        assert hub_names.cache() == tmp_path / "hub"
+
+
 def test_files_that_prepare_makes_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # A checkout may have a directory runs
     made = {"directory": "runs/r", "prepare": {"kind": "digits"}, "data": {"path": "runs/r/prepared/prompts"}}
