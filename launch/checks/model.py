@@ -24,6 +24,7 @@ from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, engine_row
 from tidemill.launch.devices.rank_memory import ITEM_BYTES
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
+from tidemill.launch.settings.run_paths import REAL_MODEL
 from tidemill.learner.backends.choice import BackendChoice, choose_backend
 from tidemill.learner.layout.model_files import tensors_in, text_tensors_in, trained_heads_in
 from tidemill.learner.layout.sizes import FAMILIES
@@ -179,7 +180,9 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     file = path / "config.json"
     if not file.is_file():
         got = "no such directory" if not path.is_dir() else "a directory without config.json"
-        cure = "give the directory it was saved to"
+        cure = "give the directory it was saved to, or org/name of the Hugging Face Hub"
+        if model.path == REAL_MODEL:
+            cure = "have it made (make real, or the commands that tidemill init real prints), or give another"
         report.error("model", SETTING, want=want, got=f"{model.path!r}: {got}", cure=cure)
         return None
     try:

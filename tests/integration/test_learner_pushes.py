@@ -27,7 +27,7 @@ from tidemill.learner.feed.feeder_settings import RankPlaces
 from tidemill.learner.ranks.pushes import Pushes
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.config import WeightsConfig
-from tidemill.weightstore.push.publisher import Publisher
+from tidemill.weightstore.push.version_pusher import VersionPusher
 
 START = FeedStart(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
 
@@ -88,7 +88,7 @@ def failing() -> Iterator[Callable[[], str]]:
             errors.put(record.getMessage())
         return True
 
-    logger = logging.getLogger(Publisher.__module__)
+    logger = logging.getLogger(VersionPusher.__module__)
     logger.addFilter(note)
     try:
         yield lambda: errors.get(timeout=LIMIT_S)
