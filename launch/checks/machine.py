@@ -267,7 +267,7 @@ def check_memory(
     rank = training_bytes(model.tensors, dtypes[0], config.learner, cuda=False, critic=model.critic_tensors)
     total = host_memory()
     sizes = model.sizes_of_rows(dtypes[1]) if engines > 0 and config.engine.kind == "builtin" else None
-    room, needed = "", ranks * rank + engines * 2 * weights  # those served, and those being pushed
+    room, kv_bytes, needed = "", 0, ranks * rank + engines * 2 * weights  # those served, and those being pushed
     if sizes is not None:
         try:
             tokens, kv_bytes = kv_budget(sizes, config, total)
@@ -275,16 +275,27 @@ def check_memory(
             report.error("memory", error.where, want="fewer rows", got=error.reason, cure="lower it")
             return
         needed += engines * sizes.states_bytes(config.engine.max_running)
+        if tokens < (longest := min(model.context, config.data.max_prompt_tokens + config.sampling.max_new_tokens)):
+            want = f"room for keys and values of {longest:,} tokens, the longest prompt with its response"
+            cure = "set it to as many, or lower data.max_prompt_tokens or sampling.max_new_tokens"
+            got = f"{tokens:,} tokens in a quarter of {_gb(total)}"
+            report.error("memory", "engine.kv_tokens", want=want, got=got, cure=cure)
         room = f"; keys and values of an engine take at most {_gb(kv_bytes)} ({tokens:,} tokens, engine.kv_tokens)"
         if config.engine.kv_tokens:
             needed += engines * kv_bytes
+    of_all = f"{ranks} rank(s) and {engines} engine(s)"
     if needed > total:
         blocks, cure = "", "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
         if sizes is not None and config.engine.kv_tokens:
             blocks, cure = ", keys and values", f"lower engine.kv_tokens, or set it to 0; {cure}"
-        want = f"{_gb(needed)} of memory for the weights{blocks} of {ranks} rank(s) and {engines} engine(s)"
+        want = f"{_gb(needed)} of memory for the weights{blocks} of {of_all}"
         where = "engine.kv_tokens" if blocks else "model.path"
         report.error("memory", where, want=want, got=_gb(total), cure=cure)
+    elif room and not config.engine.kv_tokens and needed + engines * kv_bytes > total:
+        # Each engine has a quarter of the memory, and does not know of other engines.
+        want = f"{_gb(needed + engines * kv_bytes)} for weights, and for keys and values once all blocks are used, of"
+        cure = "set engine.kv_tokens, which each engine has, or lower up.engines"
+        report.warning("memory", "engine.kv_tokens", want=f"{want} {of_all}", got=_gb(total), cure=cure)
     else:
         report.good("memory", f"{_gb(total)}, {_gb(needed)} needed for weights{room}")
 

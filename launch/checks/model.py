@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidemill.actors.errors import NotDecoded, UnsupportedModel
-from tidemill.actors.serving.builtin.blocks import RowSizes
+from tidemill.actors.serving.builtin.blocks import BLOCK, RowSizes
 from tidemill.actors.serving.builtin.row_sizes import read_row_sizes
 from tidemill.actors.serving.builtin.shape import FAMILIES as DECODED
 from tidemill.actors.serving.builtin.shape import ModelShape
@@ -24,6 +24,7 @@ from tidemill.launch.devices.memory_table import MemoryRow, dtype_on, engine_row
 from tidemill.launch.devices.rank_memory import ITEM_BYTES
 from tidemill.launch.devices.shapes import Shapes, trained_tensors
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
+from tidemill.launch.settings.run_paths import REAL_MODEL
 from tidemill.learner.backends.choice import BackendChoice, choose_backend
 from tidemill.learner.layout.model_files import tensors_in, text_tensors_in, trained_heads_in
 from tidemill.learner.layout.sizes import FAMILIES
@@ -110,7 +111,7 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
     model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=vocabulary,
-        context=min([positions, *filter(None, config.engine.context_bounds)]),
+        context=_context(config, positions),
         num_parameters=sum(map(math.prod, tensors.values())),
         shape=shape,
         tensors=tensors,
@@ -130,6 +131,14 @@ def check_model(report: Report, config: RunConfig, *, prepared: bool) -> Checked
         text = f"{_in_words(of_text, model)}, trained by {backend.kind} ({backend.reason})"
         report.good("model", f"{path if prepare is None else 'made at the start'}: {text}")
     return model
+
+
+def _context(config: RunConfig, positions: int) -> int:
+    """Return the tokens of the longest sequence that an engine takes."""
+    longest, room = config.engine.context_bounds
+    if room and config.engine.kind == "builtin":
+        room = max(BLOCK, room // BLOCK * BLOCK)  # its memory has whole blocks
+    return min([positions, *filter(None, (longest, room))])
 
 
 def _require_sizes(report: Report, values: Mapping[str, object], where: str) -> None:
@@ -171,7 +180,9 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     file = path / "config.json"
     if not file.is_file():
         got = "no such directory" if not path.is_dir() else "a directory without config.json"
-        cure = "give the directory it was saved to"
+        cure = "give the directory it was saved to, or org/name of the Hugging Face Hub"
+        if model.path == REAL_MODEL:
+            cure = "have it made (make real, or the commands that tidemill init real prints), or give another"
         report.error("model", SETTING, want=want, got=f"{model.path!r}: {got}", cure=cure)
         return None
     try:

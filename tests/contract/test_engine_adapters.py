@@ -32,7 +32,8 @@ from tidemill.actors.serving.builtin.scheduler import OTHER_WEIGHTS
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
 from tidemill.actors.serving.builtin.sequence import Sequence as Response
 from tidemill.actors.serving.builtin.weights import Weights
-from tidemill.weightstore.format.adapters import AdapterHeader
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.adapters import AdapterHeader, read_directory
 
 SCALE = 1.5
 
@@ -161,12 +162,61 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: object,
         incoming.built()
 
 
-def peft_directory(directory: Path, matrices: dict[str, Tensor]) -> Path:
+def peft_directory(directory: Path, matrices: dict[str, Tensor], **config: object) -> Path:
     """Write an adapter as PEFT does."""
     directory.mkdir()
     save_file(matrices, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 6.0}))
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 6.0, **config}
+    (directory / "adapter_config.json").write_text(json.dumps(values))
     return directory
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"r": 8}, "lora_A.weight: want rank 8, as in .*, got shape .4, 64."),
+        ({"r": 0}, "want r > 0 and a finite lora_alpha, got 0 and 6.0"),
+        ({"r": -4, "use_rslora": True}, "want r > 0"),
+        ({"lora_alpha": "nan"}, "got 4 and nan"),
+        ({"r": "four"}, "PEFT's configuration with r and lora_alpha"),
+        ({"peft_type": "IA3"}, "peft_type: want LORA, got IA3"),
+        ({"use_dora": True}, "use_dora: want False"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out: want False"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern: want {}"),
+        ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern: want {}"),
+    ],
+)
+def test_an_adapter_that_is_more_than_its_two_matrices_is_refused(
+    tmp_path: Path, config: dict[str, object], reason: str
+) -> None:
+    """Its matrices alone would be served without an error, with other log-probs than its merged model has."""
+    matrices = adapter(weights_of(write_tiny_model(tmp_path / "model")), 1)
+    with pytest.raises(BadManifest, match=reason):
+        read_directory(peft_directory(tmp_path / "adapter", matrices, **config))
+    none = {"use_dora": False, "rank_pattern": {}, "alpha_pattern": None, "bias": "none", "layers_to_transform": [0]}
+    header, tensors = read_directory(peft_directory(tmp_path / "plain", matrices, **none))
+    assert (header.scale, tensors.keys()) == (1.5, matrices.keys())
+
+
+async def test_an_adapter_with_numbers_that_are_not_finite_or_the_models_name_is_refused(tmp_path: Path) -> None:
+    model_dir = write_tiny_model(tmp_path / "model")
+    matrices = adapter(weights_of(model_dir), 1)
+    async with serving(model_dir) as served:
+
+        async def refused(lora_name: str, directory: Path) -> str:
+            body = {"lora_name": lora_name, "lora_path": str(directory)}
+            status, answer = await served.post("/load_lora_adapter", body)
+            assert status == 400, answer
+            return str(answer["message"])
+
+        good = peft_directory(tmp_path / "good", matrices)
+        assert "lora_name: want another name than the model's, got 'model'" in await refused("model", good)
+        name = next(iter(matrices))
+        matrices[name][0, 0] = torch.nan
+        assert f"{name}: want finite numbers" in await refused("bad", peft_directory(tmp_path / "bad", matrices))
+        odd = peft_directory(tmp_path / "odd", adapter(weights_of(model_dir), 1), r=0)
+        assert "want r > 0" in await refused("odd", odd)
+        assert served.engine.scheduler.adapters == ("",)
 
 
 async def test_requests_name_adapters_and_share_a_batch(tmp_path: Path) -> None:

@@ -1,20 +1,26 @@
 """Prompts that the samples of a group share are computed once: gradients and metrics are those of whole sequences."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.algorithm_cases import CASES, EVERY_REJECTION, EVERY_TERM, algorithm
 from tests.algorithm_settings import algorithm_of
-from tests.examples import rarely
+from tests.examples import examples, rarely
 from tests.integration.gradients import PLAIN
 from tests.integration.megatron_layouts import VOCAB, another, samples_of
 from tests.learner_steps import make_batches, make_samples, with_long_prompts
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.wire.messages import Span
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.backends.megatron import model
 from tidemill.learner.backends.megatron.backend import MegatronBackend
@@ -83,6 +89,13 @@ def assert_shared(
     assert_same(ours[1], whole[1])
 
 
+@pytest.fixture(scope="module")
+def policy_64(here: Any, model_dir: Path) -> Iterator[MegatronPolicy]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model.DTYPES, "float64", torch.float64)
+        yield build_policy(model_dir, dtype="float64", parallel=here)
+
+
 @pytest.fixture
 def policy(here: Any, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> MegatronPolicy:
     monkeypatch.setitem(model.DTYPES, "float64", torch.float64)
@@ -98,6 +111,42 @@ def test_gradients_are_those_of_whole_sequences(policy: MegatronPolicy, name: st
     )[0]
     reference = another(policy) if config.needs_reference else None
     assert_shared(policy, config, batch, rejects_all=name in REJECT_ALL, reference=reference)
+
+
+@hypothesis.settings(max_examples=examples(60), deadline=None)
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 60), st.integers(1, 12)), min_size=2, max_size=9
+    ),
+    st.sampled_from([30, 150, 1 << 20]),
+)
+def test_any_common_beginnings_have_the_gradients_of_whole_sequences(
+    policy_64: MegatronPolicy, shapes: list[tuple[int, int, int, int]], max_tokens: int
+) -> None:
+    """Prompts of two texts that are cut anywhere, groups of one sample and of several, prompts longer than rows."""
+    draws = np.random.default_rng(len(shapes))
+    texts, template = draws.integers(3, VOCAB, (3, 60)), make_samples(vocab=VOCAB)[0]
+    samples = []
+    for place, (text, common, more, length) in enumerate(sorted(shapes)):
+        prompt = np.concatenate([texts[2, :common], texts[text, :more], [5]])
+        samples.append(
+            replace(
+                template,
+                task=1 + place // 3,
+                index=place % 3,
+                group_size=min(3, len(shapes) - place // 3 * 3),
+                tokens=np.concatenate([prompt, draws.integers(3, VOCAB, length)]).astype(np.int32),
+                response_length=length,
+                rollout_log_probs=np.full(length, -4.0, np.float32),
+                loss_mask=np.ones(length, np.uint8),
+                spans=(Span(version=2, num_tokens=length),),
+                reward=1.0 + place % 4,
+            )
+        )
+    batch, config = make_batches(samples, max_tokens=max_tokens)[0], algorithm_of(advantage="reinforce")
+    ours, whole = (step_of(kind, policy_64, config, batch)[0] for kind in (Trainer, Whole))
+    for gradient, wanted in zip(ours, whole, strict=True):
+        assert float((gradient - wanted).abs().max()) <= RELATIVE * float(wanted.abs().max())
 
 
 @pytest.mark.parametrize("family", ["glm4", "llama", "qwen3_moe", "deepseek_v3"])

@@ -15,7 +15,9 @@ from tests.algorithm_cases import CASES, algorithm
 from tests.examples import rarely, some
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
+from tests.tiny_models import write_tiny_model
 from tidemill.bus.wire.messages import Sample
+from tidemill.learner.backends.megatron.layers.experts import Mixture
 from tidemill.learner.backends.megatron.model import build_policy
 from tidemill.learner.backends.megatron.optimizer import MegatronOptimizer
 from tidemill.learner.trainer.backups import OtherModels, WeightBackup
@@ -119,3 +121,18 @@ def test_a_sample_without_trainable_tokens_is_left_out(here: Any, model_dir: Pat
         policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), algorithm("aggregation token_mean"), max_lag=2
     )
     assert trainer.train(make_batches(samples)[0])["train/zero_samples_skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    "balance", [{"aux_loss_coef": 0.1}, {"bias_update_rate": 0.01}, {}], ids=["loss", "bias", "none"]
+)
+def test_samples_whose_tokens_are_counted_by_experts_are_trained(
+    here: Any, tmp_path: Path, balance: dict[str, float]
+) -> None:
+    """A balancing loss, and biases that move, depend on all tokens, also where the advantage is 0."""
+    model_dir = write_tiny_model(tmp_path, "deepseek_v3", vocab_size=VOCAB)
+    policy = build_policy(model_dir, dtype="float32", parallel=here, mixture=Mixture(**balance))
+    trainer = Trainer(policy, MegatronOptimizer(policy, OPTIMIZER, steps=10), algorithm("none"), max_lag=2)
+    samples = [replace(sample, reward=1.0) for sample in make_samples(vocab=VOCAB)]
+    metrics = trainer.train(make_batches(samples)[0])
+    assert metrics["train/zero_samples_skipped"] == (0 if balance else 16)

@@ -95,6 +95,27 @@ def test_the_memory_has_room_for_keys_and_values(tmp_path: Path) -> None:
     assert "engine.kv_tokens: want" in refusal and "lower engine.kv_tokens" in refusal
 
 
+def test_the_room_for_keys_and_values_is_compared_with_the_longest_sequence_and_all_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself each engine takes a quarter of the memory: 31,250 tokens of 64 bytes here."""
+    monkeypatch.setattr("tidemill.launch.checks.machine.host_memory", lambda: 8_000_000)
+    path = write_model(tmp_path / "long", max_position_embeddings=65536)
+
+    def findings(*settings: str) -> list[tuple[str, str]]:
+        always = (f"model.path={path}", "learner.device=cpu", "engine.dtype=float32", "sampling.max_new_tokens=250")
+        report = checked(tmp_path, *always, *settings)
+        return [(one.level, one.text) for one in report.findings if one.topic == "memory"]
+
+    assert [level for level, _ in findings("data.max_prompt_tokens=30998", "up.engines=2")] == ["ok"]
+    (level, text), _ = findings("data.max_prompt_tokens=30999", "up.engines=2")
+    assert level == "error" and "engine.kv_tokens: want room for keys and values of 31,249 tokens" in text
+    assert "got 31,248 tokens in a quarter" in text
+    [(level, text)] = findings("data.max_prompt_tokens=9", "up.engines=4")
+    assert level == "warning" and "engine.kv_tokens: want 0.0 GB for weights, and for keys and values" in text
+    assert [level for level, _ in findings("up.engines=4", "engine.kv_tokens=2000")] == ["ok"]
+
+
 def test_a_directory_of_megatron_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     report = checked(tmp_path, f"learner.megatron={{config_logger_dir: {tmp_path}/prompts.jsonl/log}}")
     (error,) = report.errors
@@ -253,6 +274,7 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
         (["data.max_prompt_tokens=241"], "data.max_prompt_tokens: want <= 240"),
         (["engine.max_context=300"], "engine.max_context: want <= 256"),
         (["engine.max_context=100", "sampling.max_new_tokens=100"], "sampling.max_new_tokens: want < 100"),
+        (["engine.kv_tokens=101", "sampling.max_new_tokens=100"], "sampling.max_new_tokens: want < 96"),
         (["engine.kind=sglang", "engine.kv_tokens=100", "sampling.max_new_tokens=100"], "max_new_tokens: want < 100"),
         (
             ["engine.kind=sglang", "engine.sglang.arguments={max-total-tokens: 90}", "sampling.max_new_tokens=100"],

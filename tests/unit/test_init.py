@@ -7,9 +7,10 @@ import pytest
 from tests.check_kit import write_model
 from tests.tree import ROOT
 from tidemill.launch.cli import main as cli
-from tidemill.launch.cli.init import CONFIG, KINDS, MAKE_MODEL, OF_MODELS, REAL_MODEL
+from tidemill.launch.cli.init import CONFIG, KINDS, MAKE_MODEL, OF_MODELS
 from tidemill.launch.settings import reference
 from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings.run_paths import REAL_MODEL
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +76,12 @@ def test_a_run_of_ones_own_names_every_basic_setting(tmp_path: Path) -> None:
     cli.main(words("own", tmp_path / "model"))
     origins = load(Path(CONFIG)).origins
     assert {one.path for one in reference.entries() if one.is_basic} <= origins.keys()
+
+
+@pytest.mark.parametrize("name", ["real", "gsm8k_smollm2", "calculator"])
+def test_a_shipped_configuration_without_its_model_says_how_to_have_it(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", name]) == 78
+    cure = "no such directory; have it made (make real, or the commands that tidemill init real prints)"
+    assert f"{REAL_MODEL!r}: {cure}" in capsys.readouterr().out

@@ -8,6 +8,7 @@ base by a digest, so that no engine adds an adapter to other weights. Imports to
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.errors import BadManifest
 
 if TYPE_CHECKING:
@@ -26,6 +27,17 @@ if TYPE_CHECKING:
 PEFT = "base_model.model."  # Prefix of PEFT's names
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # Files of PEFT's format
 BASE = "tidemill_base"  # Field of adapter_config.json in a snapshot: digest of the weights that the adapter belongs to
+PLAIN: Mapping[str, tuple[object, ...]] = {
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "layer_replication": ([], None),
+}
+"""Fields of adapter_config.json with the values at which ``W + scale * B A`` is all that the adapter does."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -116,7 +128,8 @@ def base_digest(report: "ChecksumReport") -> str:
 
 
 def read_directory(directory: Path) -> "tuple[AdapterHeader, dict[str, Tensor]]":
-    """Return header and tensors of an adapter in PEFT's format. Raises BadManifest, OSError.
+    """Return header and tensors of an adapter in PEFT's format. Raises OSError, and BadManifest for one that does more
+    than adding ``scale * B A``, or whose matrices have another rank than its configuration.
 
     The base of one that PEFT has written is not known: it is "".
     """
@@ -126,8 +139,25 @@ def read_directory(directory: Path) -> "tuple[AdapterHeader, dict[str, Tensor]]"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise BadManifest(str(path), "PEFT's configuration with r and lora_alpha", repr(error)) from None
+    _check_plain(config, rank, alpha, path)
     tensors = load_file(directory / WEIGHTS)
+    for name, tensor in tensors.items():
+        # The scale is made of the rank, so another one would scale wrongly, and nothing would fail.
+        if name.endswith(".lora_A.weight") and tensor.shape[:1] != (rank,):
+            raise BadManifest(name, f"rank {rank}, as in {path}", f"shape {list(tensor.shape)}")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     return AdapterHeader(scale=scale, num_tensors=len(tensors), base=str(config.get(BASE, ""))), tensors
+
+
+def _check_plain(config: JsonMapping, rank: int, alpha: float, path: Path) -> None:
+    kind = config.get("peft_type", "LORA")
+    if str(kind).upper() != "LORA":
+        raise BadManifest(f"{path}: peft_type", "LORA", kind)
+    if rank < 1 or not math.isfinite(alpha):
+        raise BadManifest(str(path), "r > 0 and a finite lora_alpha", f"{rank} and {alpha}")
+    for name, plain in PLAIN.items():
+        if name in config and config[name] not in plain:
+            want = f"{plain[0]!r}, or no such field; merge the adapter into the weights otherwise"
+            raise BadManifest(f"{path}: {name}", want, config[name])

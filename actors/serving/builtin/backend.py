@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable
+from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable, UpdateRefused
 from tidemill.actors.generate_body import Generate, asks_for_scores, parse_generate, parse_scores, seeds
 from tidemill.actors.http_api import DONE, body_of, decode, done, error_of, event
 from tidemill.actors.serving.builtin.input_scores import Scoring, scores_json
@@ -274,6 +274,8 @@ class BuiltinBackend:
         async def load_adapter(request: web.Request) -> web.Response:
             body = decode(await command(request), AdapterBody)
             updates = self._host.updates
+            if body.lora_name == self._host.model_dir.resolve().name:  # OpenAI's API finds both by this name
+                raise UpdateRefused(f"lora_name: want another name than the model's, got {body.lora_name!r}")
             await updates.run_shielded(updates.load_adapter(body.lora_name, Path(body.lora_path), body.version or 0))
             return done("Adapter loaded.", loaded_adapters=self.adapters)
 

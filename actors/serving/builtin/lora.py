@@ -156,6 +156,12 @@ class IncomingAdapter:
                 shapes = [None if matrix is None else list(matrix.shape) for matrix in (a, b)]
                 raise UpdateRefused(f"adapter: {module}: want A and B of one rank, got shapes {shapes}")
 
+    def check_finite(self) -> None:
+        """Raise UpdateRefused for numbers that are not finite, with which every response would fail. Blocking."""
+        for name, tensor in self._named.items():
+            if not tensor.isfinite().all():
+                raise UpdateRefused(f"adapter: {name}: want finite numbers, got others among them")
+
     def _modules(self) -> Iterator[str]:
         for name in self._named:
             module = module_of(name)

@@ -320,7 +320,7 @@ class BuiltinUpdates(Updates):
 
     async def load_adapter(self, name: str, directory: Path, version: int) -> None:
         """Serve an adapter in PEFT's format to the requests that name it, until other weights are served. Raises
-        UpdateRefused for one that does not fit, or one whose base has another digest.
+        UpdateRefused for one that does not fit, is not finite, or one whose base has another digest.
         """
         try:
             header, tensors = await asyncio.to_thread(adapters.read_directory, directory)
@@ -328,6 +328,7 @@ class BuiltinUpdates(Updates):
             raise UpdateRefused(f"lora_path: {error}") from error
         incoming = self._served.incoming_adapter(header)
         await asyncio.to_thread(incoming.load, tensors)
+        await asyncio.to_thread(incoming.check_finite)
         async with self.writing:
             if header.base:
                 await self._served.require_base(header.base)
