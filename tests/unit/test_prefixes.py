@@ -1,6 +1,7 @@
 """Sequences of a row as a tree: every sequence is found again along its prefix, and no token is computed twice."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples, with_long_prompts
 from tests.unit.test_truncation import of_one_rank
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
-from tidemill.learner.batch.shared_prompts import SHARED_FROM, num_computed, num_needed, packings, repacked, tree_of
+from tidemill.learner.batch.shared_prompts import computed_spans, num_computed, num_needed, packings, repacked, tree_of
+from tidemill.learner.buffer.assignment import SHARED_FROM, work_of
 from tidemill.learner.trainer.rows import rows_of
 
 
@@ -118,3 +120,26 @@ def test_rows_read_the_trained_tokens_alone_where_no_prefix_is_shared() -> None:
         assert torch.equal(read.read(hidden_T), hidden_T[mask_T]) and torch.equal(row.read(hidden_T), hidden_T)
         assert torch.equal(read.read_row(row.targets_T), row.targets_T[mask_T])
         assert torch.equal(read.spread(read.read(hidden_T)), torch.where(mask_T, hidden_T, 0.0))
+
+
+def test_rows_by_prompt_have_equal_work_and_fill_the_rows_of_other_ranks() -> None:
+    """One long tree and many short ones: by tokens the long one has others beside it; another rank has three rows."""
+    samples = [
+        replace(
+            sample, tokens=np.concatenate([np.full(60 if sample.task == 1 else 0, 7), sample.tokens]).astype(np.int32)
+        )
+        for sample in with_long_prompts(make_samples(vocab=50, groups=7, group_size=2), vocab=50)
+    ]
+    [batch] = make_batches(samples, max_tokens=250)
+    none_N = np.zeros(len(samples), np.bool_)
+
+    def largest(**options: Any) -> tuple[int, list[int]]:
+        [packing] = packings(batch, none_N, by_prompt=True, max_tokens=400, **options)
+        assert all(num_computed(row) <= 400 for row in packing)
+        work = [work_of(computed_spans(row), 1) for row in packing]
+        return max(work), work
+
+    by_tokens, by_work, spread = largest(), largest(pair_tokens=1), largest(pair_tokens=1, counts=[3])
+    assert len(by_tokens[1]) == len(by_work[1]) == 2 and len(spread[1]) == 3
+    assert spread[0] < by_work[0] < by_tokens[0]
+    assert spread[1] == sorted(spread[1], reverse=True)
