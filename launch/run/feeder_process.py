@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ async def run_feeder(
         identity=model_identity(model, config.model.megatron_checkpoint),
         directory=str(await asyncio.to_thread(model.resolve)),
         pair_tokens=StepFlops.read(model).pair_tokens if config.learner.levels_rows else 0,
-        shares_prompts=await asyncio.to_thread(_shares_prompts, config),
+        shares_prompts=await asyncio.to_thread(shares_prompts, config, os.environ),
     )
     # Without training there is one rank, and its batches are one part.
     settings = FeederSettings(
@@ -81,7 +81,7 @@ async def run_feeder(
     await feeder.run_feeder(settings, prompts, draining)
 
 
-def _shares_prompts(config: RunConfig) -> bool:
+def shares_prompts(config: RunConfig, environment: Mapping[str, str]) -> bool:
     """Return whether ranks that wait for each other are expected to compute prompts once (``Policy.obstacle``).
 
     Where a rank finds another obstacle, such as layers with a state, only the balance of the ranks is worse.
@@ -91,10 +91,10 @@ def _shares_prompts(config: RunConfig) -> bool:
     whole = learner.context_parallel > 1 or learner.routing_replay != "none" or counted or config.debug.save_train
     if not learner.levels_rows or whole or learner.attention not in ("auto", "sdpa"):
         return False
-    if learner.attention == "sdpa" or "cpu" in learner.device or learner.dtype == "float32":
+    if learner.attention == "sdpa" or learner.device == "cpu" or learner.dtype == "float32":
         return True
-    # On a device attention is flash attention, which takes whole sequences.
-    return learner.device == "auto" and learner.dtype == "auto" and not devices(os.environ)
+    # On a GPU attention is flash attention, which takes whole sequences.
+    return learner.device == "auto" and not devices(environment)
 
 
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":

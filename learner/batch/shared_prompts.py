@@ -149,7 +149,7 @@ def packings(
 
     The rows of other samples are those of the batch, in their order. ``by_prompt``: put the samples of a group into one
     row where that saves tokens (``Tree``), of at most ``max_tokens`` or as many as the longest row of the batch has.
-    ``pair_tokens``: as for ``assign``; ``counts``: number of rows over which the work of each minibatch is spread with it.
+    ``pair_tokens``: as for ``assign``. ``counts``: number of rows over which each minibatch is spread.
     """
     capacity = max(max_tokens, *(len(row.tokens_T) for row in batch.micro_batches))
     rows = [[part for part in _sequences(row) if not skipped_N[part.sample_T[0]]] for row in batch.micro_batches]
