@@ -182,7 +182,7 @@ def test_plans_expect_prompts_once_where_ranks_have_no_obstacle(
 
 
 def test_plans_know_the_samples_that_ranks_leave_out(tmp_path: Path) -> None:
-    """From the third step on, where advantages of groups decide; never for a single rank, whose plans stay as they were."""
+    """From the third step on, where advantages of groups decide; a single rank plans as before."""
     places = FeederPlaces(run="r", bus_url="", listen="", keys=FeedKeys.new(), checkpoints=tmp_path)
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "p", "label": 1}\n')
