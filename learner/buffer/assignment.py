@@ -101,8 +101,14 @@ def assign(
     assert pair_tokens or not (any(shared) or any(idle)), "what ranks leave out is known by operations alone"
     parts = []
     for part_rows in rows:
-        columns = ([column[row] for row in part_rows] for column in (lengths, groups, shared, idle))
-        sizes = _sizes(*columns, max_tokens=max_tokens, pair_tokens=pair_tokens)
+        sizes = _sizes(
+            [lengths[row] for row in part_rows],
+            [groups[row] for row in part_rows],
+            [shared[row] for row in part_rows],
+            [idle[row] for row in part_rows],
+            max_tokens=max_tokens,
+            pair_tokens=pair_tokens,
+        )
         parts.append(_assign(sizes, data_parallel, by_work=pair_tokens > 0))
     count = max(part_count for _, _, part_count in parts)
     ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
