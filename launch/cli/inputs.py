@@ -44,6 +44,7 @@ SECRETS = (
 SECRETS_PREFIX = "AWS_"  # Start of further names that are read: the credentials of an object store
 _ENV_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
 _ENV_VALUE = re.compile(r"""(?P<quote>["'])(?P<quoted>[^"'\\]*)(?P=quote)\s*(?:\#.*)?|(?P<bare>[^\s"']*)(?:\s+\#.*)?""")
+_ENV_QUOTED = re.compile(r"""'(?:\\'|[^'])*'|"(?:\\"|[^"])*\"""")  # over lines too, as python-dotenv reads it
 MAX_ENV_BYTES = 1 << 16
 
 
@@ -61,11 +62,12 @@ def loaded_config(args: argparse.Namespace) -> Loaded:
 def read_secrets(args: argparse.Namespace, directories: Iterable[Path]) -> None:
     """Put the secrets of each ``.env`` into this process's environment, whose own values win. Raises SettingsError.
 
-    A warning about a file goes to stderr, once.
+    An empty value in the environment counts as none: compose files pass on variables that are not set as empty ones. A
+    warning about a file goes to stderr, once.
     """
     for directory in directories:
         secrets, warning = read_env_file(directory / ENV_FILE)
-        os.environ.update({name: value for name, value in secrets.items() if name not in os.environ})
+        os.environ.update({name: value for name, value in secrets.items() if not os.environ.get(name)})
         if warning and warning not in getattr(args, "warned", ()):
             args.warned = (*getattr(args, "warned", ()), warning)
             print(f"tidemill {args.command}: warning: {warning}", file=sys.stderr)
@@ -268,12 +270,14 @@ def read_env_file(file: Path) -> tuple[dict[str, str], str]:
 
 
 def _secrets_in(file: Path, lines: list[str]) -> dict[str, str]:
-    secrets = {}
+    secrets, passed_over = {}, 0
     for number, line in enumerate(map(str.strip, lines), 1):
-        if not line or line.startswith("#"):
+        if number <= passed_over or not line or line.startswith("#"):
             continue
         match = _ENV_LINE.fullmatch(line)
         if match is not None and not (match["name"] in SECRETS or match["name"].startswith(SECRETS_PREFIX)):
+            quoted = _ENV_QUOTED.match("\n".join([match["value"], *lines[number:]]))
+            passed_over = number + (quoted[0].count("\n") if quoted else 0)
             continue
         value = _ENV_VALUE.fullmatch(match["value"]) if match is not None else None
         if match is None or value is None or "\0" in line:

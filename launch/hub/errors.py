@@ -4,11 +4,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from tidemill.bus import exit_codes
 from tidemill.bus.errors import DetailedError
 from tidemill.launch.settings.hub_names import DATASET, cache
 
+HUB = "https://huggingface.co"
 WAY_OUT = "give a path, set HF_ENDPOINT to a mirror, or fill the cache where the hub can be reached (HF_HOME)"
 TOKEN = "set HF_TOKEN in the environment or in .env beside the configuration"
 
@@ -72,15 +74,26 @@ def explained(where: str, repo: str, kind: str, *, uploads: bool = False) -> Ite
 
 
 def endpoint() -> str:
-    """Return the address of the hub, or of its mirror (HF_ENDPOINT)."""
-    from huggingface_hub import constants
-
-    return (os.environ.get("HF_ENDPOINT") or str(constants.ENDPOINT)).rstrip("/")
+    """Return the address of the hub, or of its mirror (HF_ENDPOINT). Raises HubRefused for none of HTTP."""
+    address = os.environ.get("HF_ENDPOINT") or HUB
+    try:
+        parts = urlsplit(address)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_address = False
+    if not is_address or not address.isprintable() or " " in address:
+        cure = f"fix it, or unset it for {HUB}"
+        raise HubRefused("HF_ENDPOINT", "http://HOST[:PORT] or https://HOST[:PORT]", ascii(_shown(address)), cure)
+    return address.rstrip("/")
 
 
 def shown_endpoint() -> str:
     """Return the address of the hub without the user and the password that it may have."""
-    return re.sub("//[^/]*@", "//", endpoint())
+    return _shown(endpoint())
+
+
+def _shown(address: str) -> str:
+    return re.sub(r"^(\w*:/+)?.*@", r"\1", address)
 
 
 def is_offline() -> bool:

@@ -71,6 +71,7 @@ def fetch(
     name: HubName, where: str, *, weights: bool = True, tokenizer: bool = False, say: Callable[[str], None] = log.info
 ) -> Fetched:
     """Bring what a run needs of a repository into the cache. Blocks. Raises HubRefused; ``where``: of its message."""
+    endpoint()  # refused before the library is imported, which ends at a malformed one without its name
     try:
         listing = _listed(name, where)
     except HubRefused as refused:

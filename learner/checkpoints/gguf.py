@@ -43,10 +43,11 @@ _PRE_TOKENIZERS: Mapping[str, Sequence[Mapping[str, object]]] = {
 }
 
 
-def to_directory(file: Path, out: Path) -> int:
+def to_directory(file: Path, out: Path, compare: Callable[[Path], None] | None = None) -> int:
     """Write configuration, tokenizer and float32 weights of ``file`` to ``out``. Returns the number of parameters.
 
-    Raises ValueError for another format, architecture or tokenizer, and tensors without a place.
+    ``compare`` gets the directory without its weights, and raises what it has against it. Raises ValueError for another
+    format, architecture or tokenizer, and tensors without a place.
     """
     from safetensors.torch import save_file
 
@@ -61,7 +62,6 @@ def to_directory(file: Path, out: Path) -> int:
     part = out.with_name(f"{out.name}.part")  # a conversion that is killed leaves no directory that looks whole
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
     ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
     for name, content in {
         "config.json": config,
@@ -70,6 +70,9 @@ def to_directory(file: Path, out: Path) -> int:
         "tokenizer_config.json": tokenizer_config,
     }.items():
         write_whole(part / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    if compare is not None:
+        compare(part)
+    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
     part.rename(out)
     return sum(tensor.numel() for tensor in weights.values())
 

@@ -565,10 +565,10 @@ async def test_what_a_broken_push_brings_late_is_written_nowhere(directories: li
         updates = served.engine.updates
         assert updates.standby is not None and updates.standby.order == updates._standby.order != ()
         await old.begin(4)
-        tensors = list(named(models[2]))
+        tensors = list(named(models[2]))[:1]  # one tensor is received in place, unless the runner has no place for any
         asked = asyncio.create_task(old.bucket(tensors, send=False))
         await served.until(lambda: any(each.receiving for each in updates.groups.values()))
-        async with joined(served) as push:
+        async with joined(served, "new") as push:
             await push.whole(models[1], 4)
             await asyncio.to_thread(old.group.send, flat(tensors), LIMIT_S)
             assert (await asked)[0] == 400

@@ -1,9 +1,11 @@
-"""What a release has, in an environment of its own outside the checkout: the commands find configurations and data by
+"""What a release has, in environments of its own outside the checkout: the commands find configurations and data by
 name, beside files of the user with the names of ours.
 
-The packages that it needs are those of this environment, without the checkout that is installed in it.
+One environment has the packages that the wheel declares, from the index, and no others. The other one, which trains,
+has the gigabytes of this environment, without the checkout that is installed in it.
 """
 
+import json
 import subprocess
 import sys
 import sysconfig
@@ -12,8 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.built import VERSION, build, environment, wheel
+from tests.built import ROOT, VERSION, build, environment, wheel
+from tests.skips import skip_without_index
+from tidemill.launch.settings.extras import EXTRAS
 
+OF_OTHERS = {"triton", "verifiers"}
+"""Packages that no extra has: one comes with torch for GPUs, and one cannot live with ours (docs/rollouts.md)."""
+MISSING = """
+import importlib, json, pkgutil, tidemill
+missing = {}
+for module in pkgutil.walk_packages(tidemill.__path__, "tidemill."):
+    try:
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        missing[module.name] = error.name
+print(json.dumps(missing))
+"""
 RAISES = "raise RuntimeError('a file of the working directory was imported in place of ' + __name__)\n"
 
 
@@ -25,15 +42,35 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def program(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command, installed from the wheel."""
-    directory = tmp_path_factory.mktemp("bare") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+    directory = new_environment(tmp_path_factory.mktemp("program") / "venv")
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(directory), "platbase": str(directory)}))
     # A line of a .pth file adds a directory, and none of its .pth files: the editable installation stays out
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (directory / "bin/nats-server").symlink_to(Path(sys.executable).with_name("nats-server"))
-    install = ("-m", "pip", "--python", directory / "bin/python", "install", "--quiet", "--no-deps", "--no-compile")
-    subprocess.run([sys.executable, *install, wheel(dist)], env=environment(), check=True)
+    done = install(directory, wheel(dist), "--no-deps")
+    assert done.returncode == 0, done.stdout + done.stderr
     return directory / "bin/tidemill"
+
+
+@pytest.fixture(scope="module")
+def bare(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command, installed from the wheel with the packages that it declares."""
+    directory = new_environment(tmp_path_factory.mktemp("bare") / "venv")
+    done = install(directory, wheel(dist), "--constraint", ROOT / "constraints.txt")
+    if done.returncode:
+        skip_without_index(done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory / "bin/tidemill"
+
+
+def new_environment(directory: Path) -> Path:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+    return directory
+
+
+def install(directory: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = ("-m", "pip", "--python", directory / "bin/python", "install", "--quiet", "--no-compile", *words)
+    return subprocess.run([sys.executable, *command], env=environment(), capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -85,3 +122,24 @@ def test_a_run_by_name_trains(program: Path, project: Path) -> None:
     settings = ("learner.steps=2", "up.require_reward=0", "learner.groups_per_step=4")
     run(program, project, "up", "digits", *(word for text in settings for word in ("--set", text)))
     assert (project / "runs/digits/final/model.safetensors").exists()
+
+
+def test_the_packages_that_the_wheel_declares_are_enough(bare: Path, project: Path) -> None:
+    assert run(bare, project, "--version") == f"tidemill {VERSION}\n"
+    assert "pip download" in run(bare, project, "init", "real")
+    assert "240 prompts, 0 errors" in run(bare, project, "data", "check", "real")
+    assert "ok      disk" in run(bare, project, "check", "digits")
+    lines = run(bare, project, "check", "run.yaml", code=78).splitlines()
+    assert len([line for line in lines if line.startswith("error")]) == 1, "the model, which is not made yet"
+    assert "pip install 'tidemill[engine]'" in run(bare, project, "up", "digits", code=78)
+
+
+def test_a_module_lacks_packages_of_extras_alone(bare: Path) -> None:
+    """And none in what a bus, an actor and a reward are made of."""
+    python = bare.with_name("python")
+    done = subprocess.run([python, "-I", "-c", MISSING], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    missing = json.loads(done.stdout)
+    assert {name.partition(".")[0] for name in missing.values()} <= OF_OTHERS.union(*EXTRAS.values())
+    of_base = ("tidemill.bus.", "tidemill.actors.actor.", "tidemill.rewards.", "tidemill.launch.cli.")
+    assert not [module for module in missing if module.startswith(of_base)]

