@@ -16,8 +16,8 @@ from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.batching import align, build_batches, pack_share
+from tidemill.learner.buffer.assignment import assign
 from tidemill.learner.buffer.sample_index import SampleIndex, index_of
-from tidemill.learner.buffer.step_plan import assign
 from tidemill.learner.feed.feed_messages import decode_batch, share_in, step_frames, unpack
 
 

@@ -4,13 +4,14 @@ import asyncio
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.actors.rollout_settings import recorded_in
 from tidemill.bus.wire.model_values import language_values
+from tidemill.launch.devices.visible import devices
 from tidemill.launch.run.workers import importing
 from tidemill.launch.settings.config_loader import SettingsError
 from tidemill.launch.settings.run_config import RunConfig
@@ -59,7 +60,8 @@ async def run_feeder(
         eos_ids=eos_ids(model),
         identity=model_identity(model, config.model.megatron_checkpoint),
         directory=str(await asyncio.to_thread(model.resolve)),
-        pair_tokens=StepFlops.read(model).pair_tokens if config.learner.data_parallel > 1 else 0,
+        pair_tokens=StepFlops.read(model).pair_tokens if config.learner.levels_rows else 0,
+        shares_prompts=await asyncio.to_thread(shares_prompts, config, os.environ),
     )
     # Without training there is one rank, and its batches are one part.
     settings = FeederSettings(
@@ -77,6 +79,22 @@ async def run_feeder(
     )
     prompts = open_prompts(config, data, max_context, config.sampling.max_new_tokens)
     await feeder.run_feeder(settings, prompts, draining)
+
+
+def shares_prompts(config: RunConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether ranks that wait for each other are expected to compute prompts once (``Policy.obstacle``).
+
+    Where a rank finds another obstacle, such as layers with a state, only the balance of the ranks is worse.
+    """
+    learner = config.learner
+    counted = learner.moe_aux_loss_coef or learner.moe_bias_update_rate or learner.mtp_loss_scaling_factor
+    whole = learner.context_parallel > 1 or learner.routing_replay != "none" or counted or config.debug.save_train
+    if not learner.levels_rows or whole or learner.attention not in ("auto", "sdpa"):
+        return False
+    if learner.attention == "sdpa" or learner.device == "cpu" or learner.dtype == "float32":
+        return True
+    # On a GPU attention is flash attention, which takes whole sequences.
+    return learner.device == "auto" and not devices(environment)
 
 
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":

@@ -22,6 +22,7 @@ from tidemill.learner.algorithms.choices import (
     DEFAULTS,
     LOSSES,
     OF_ADVANTAGE,
+    OF_GROUPS,
     PRESETS,
     RUNNING,
 )
@@ -185,6 +186,13 @@ class AlgorithmConfig:
         own = ":" in str(self.weight.level) or self.reject.functions
         scored = self.needs_reference or self.needs_teacher or self.by_critic or self.coupled
         return self.loss in OF_ADVANTAGE and not (terms or by_token or own or scored)
+
+    @property
+    def leaves_out_equal(self) -> bool:
+        """True if the samples of a group with equal rewards take no part in a step, whatever the other groups are."""
+        whitens = self.advantage == "reinforce_pp_baseline" if self.whiten is None else self.whiten
+        compared = self.advantage in OF_GROUPS and self.advantage != "gdpo"  # which compares parts of rewards
+        return self.by_advantage and compared and not (whitens or self.overlong.buffer)
 
     def needs_old(self, *, minibatches: int, published_every: int) -> bool:
         """Return whether log-probs are needed before the first backward pass.

@@ -18,14 +18,7 @@ from numpy.typing import NDArray
 
 from tidemill.learner.batch.batch import TOKEN_DTYPES, Array, MicroBatch, StepBatch
 from tidemill.learner.batch.batching import concatenate
-from tidemill.learner.buffer.step_plan import assign
-
-SHARED_FROM = 16
-"""Least number of common tokens that are computed once: fewer do not pay for the calls of attention, which each prompt
-has of its own (digits: 6 tokens of prompt, hidden 64).
-"""
-SAVED_SHARE = 0.1
-"""Least share of the needed tokens that a tree must save, for the same reason."""
+from tidemill.learner.buffer.assignment import SAVED_SHARE, SHARED_FROM, rows_by_work, work_of
 
 Runs = tuple[tuple[int, int], ...]
 """Begin and length of neighbouring computed tokens, in the order of their positions."""
@@ -127,43 +120,60 @@ def chunks_by_prompt(parts: Sequence[MicroBatch], groups_N: NDArray[np.int64], c
     return chunks
 
 
+def computed_spans(chunk: Sequence[MicroBatch]) -> list[tuple[int, int]]:
+    """Return begin and end of the computed tokens of each sequence of a chunk."""
+    needed = [part.tokens_T[: num_needed(part)] for part in chunk]
+    shared = [num_shared(tokens, before) for tokens, before in zip(needed[1:], needed, strict=False)]
+    return [(begin, len(tokens)) for begin, tokens in zip([0, *shared], needed, strict=True)]
+
+
 def num_computed(chunk: Sequence[MicroBatch]) -> int:
     """Return the number of computed tokens of a chunk."""
-    needed = [part.tokens_T[: num_needed(part)] for part in chunk]
-    shared = (num_shared(tokens, before) for tokens, before in zip(needed[1:], needed, strict=False))
-    return sum(map(len, needed)) - sum(shared)
+    return sum(end - begin for begin, end in computed_spans(chunk))
 
 
 Packing = list[list[MicroBatch]]
 """Sequences of each row of a minibatch, as rows of their own."""
 
 
-def packings(batch: StepBatch, skipped_N: NDArray[np.bool_], *, by_prompt: bool = False) -> list[Packing]:
+def packings(
+    batch: StepBatch,
+    skipped_N: NDArray[np.bool_],
+    *,
+    by_prompt: bool = False,
+    max_tokens: int = 0,
+    pair_tokens: int = 0,
+    counts: Sequence[int] = (),
+) -> list[Packing]:
     """Return the packing of every minibatch without the ``skipped_N`` samples, and without the rows that become empty.
 
     The rows of other samples are those of the batch, in their order. ``by_prompt``: put the samples of a group into one
-    row where that saves tokens (``Tree``); no row becomes longer than the longest of the batch.
+    row where that saves tokens (``Tree``), of at most ``max_tokens`` or as many as the longest row of the batch has.
+    ``pair_tokens``: as for ``assign``. ``counts``: number of rows over which each minibatch is spread.
     """
-    capacity = max(len(row.tokens_T) for row in batch.micro_batches)
+    capacity = max(max_tokens, *(len(row.tokens_T) for row in batch.micro_batches))
     rows = [[part for part in _sequences(row) if not skipped_N[part.sample_T[0]]] for row in batch.micro_batches]
     count = len(rows) // batch.num_minibatches
     minibatches = [rows[start : start + count] for start in range(0, len(rows), count)]
     filled = [[row for row in minibatch if row] for minibatch in minibatches]
-    return [_by_prompt(packing, batch, capacity) for packing in filled] if by_prompt else filled
+    if not by_prompt:
+        return filled
+    return [
+        _by_prompt(packing, batch, capacity, pair_tokens, count)
+        for packing, count in zip(filled, counts or [0] * len(filled), strict=True)
+    ]
 
 
-def _by_prompt(packing: Packing, batch: StepBatch, capacity: int) -> Packing:
+def _by_prompt(packing: Packing, batch: StepBatch, capacity: int, pair_tokens: int, count: int) -> Packing:
     """Return the rows with the sequences of each group side by side, or as they are if that saves too little."""
     parts = [part for row in packing for part in row]
     chunks = chunks_by_prompt(parts, batch.groups_N, capacity)
     sizes = [num_computed(chunk) for chunk in chunks]
     if sum(sizes) >= (1 - SAVED_SHARE) * sum(map(num_needed, parts)):
         return packing
-    placed = assign(sizes, data_parallel=1, max_tokens=capacity)
-    rows: Packing = [[] for _ in range(placed.num_micro_batches)]
-    for chunk, number in zip(chunks, placed.micro_batches.tolist(), strict=True):
-        rows[number] += chunk
-    return rows
+    work = [work_of(computed_spans(chunk), pair_tokens) for chunk in chunks] if pair_tokens else None
+    rows = rows_by_work(sizes, work, capacity, count)
+    return [[part for number in sorted(row) for part in chunks[number]] for row in rows]
 
 
 def repacked(batch: StepBatch, minibatches: Sequence[Packing], counts: Sequence[int], *, pad_to: int) -> StepBatch:

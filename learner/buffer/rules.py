@@ -40,7 +40,7 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
 
 
 _LATER = frozenset({"num_epochs", "filters", "buffer_filters", "over_sampling", "min_group_size"}) | frozenset(
-    {"demonstrations", "teacher", "teacher_top_k", "pair_tokens"}
+    {"demonstrations", "teacher", "teacher_top_k", "pair_tokens", "shares_prompts", "leaves_out_from"}
 )
 """Rules that came after the first release."""
 
@@ -65,6 +65,10 @@ class DataRules:
     max_tokens_per_micro_batch: int = 8192
     pair_tokens: int = 0
     """Pairs of tokens whose attention costs as much as the weights for one token; 0 = ranks are balanced by tokens."""
+    shares_prompts: bool = False
+    """True if a rank computes the prompt of a group once. Like the next rule it decides the balance of ranks alone."""
+    leaves_out_from: int = 0
+    """First step whose ranks leave out masked samples and groups with equal rewards; 0 = none does."""
     minibatches: int = 1
     """Optimizer steps per plan."""
     max_context: int = 0

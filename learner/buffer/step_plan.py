@@ -6,7 +6,6 @@ by operations or tokens and deterministic, with as many micro-batches on every r
 """
 
 import hashlib
-import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.bus.wire.messages import Plan, Settle
+from tidemill.learner.buffer.assignment import assign
 from tidemill.learner.buffer.groups import SampleGroup
 from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.errors import ReplayMismatch
@@ -70,107 +70,6 @@ def _columns(plan: Plan) -> list[bytes]:
         # The empty column marks it: without, a plan with ``masked`` and one with ``rows`` have as many columns.
         columns += [(np.zeros(0), "<i4"), (plan.masked, "<i8")]
     return [msgpack.packb(scalars), *(np.ascontiguousarray(column, dtype).tobytes() for column, dtype in columns)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Assignment:
-    """Rank and micro-batch of each of M sequences."""
-
-    ranks: NDArray[np.int32]
-    """Rank of each sequence, [M]."""
-    micro_batches: NDArray[np.int32]
-    """Micro-batch on that rank, counted over all minibatches, [M]."""
-    num_micro_batches: int
-    """Micro-batches on every rank; some may be empty."""
-    num_minibatches: int
-    """Minibatch k has micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches / num_minibatches."""
-
-
-def assign(
-    lengths: Sequence[int],
-    *,
-    data_parallel: int,
-    max_tokens: int,
-    minibatches: int = 1,
-    group_sizes: Sequence[int] | None = None,
-    pair_tokens: int = 0,
-) -> Assignment:
-    """Return an assignment of sequences of these token counts to ranks, minibatches and micro-batches of at most
-    ``max_tokens`` tokens.
-
-    A sample is one sequence, or several. Whole groups (``group_sizes``: their sequences, in order; None = every
-    sequence is one) go to the ``minibatches`` in turn, so that each has old and young ones; there are no more
-    minibatches than groups, so that none is empty. A sequence longer than ``max_tokens`` has a micro-batch to itself.
-    ``pair_tokens``: pairs of tokens whose attention costs as much as the weights for one token, for ranks with equal
-    work; 0 = with equal numbers of tokens.
-    The result depends only on the arguments.
-    Source: longest processing time first, Graham 1969 (ranks, and levelling inside a rank); first-fit decreasing,
-    Johnson 1973 (count).
-    """
-    sizes = [1] * len(lengths) if group_sizes is None else list(group_sizes)
-    assert sum(sizes) == len(lengths), f"groups of {sum(sizes)} samples, lengths of {len(lengths)}"
-    minibatches = max(1, min(minibatches, len(sizes)))
-    minibatch_of = [group % minibatches for group, size in enumerate(sizes) for _ in range(size)]
-    rows = [np.flatnonzero(np.equal(minibatch_of, number)).tolist() for number in range(minibatches)]
-    parts = [_assign([lengths[row] for row in part_rows], data_parallel, max_tokens, pair_tokens) for part_rows in rows]
-    count = max(part_count for _, _, part_count in parts)
-    ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
-    for number, (part_rows, (part_ranks, part_micro_batches, _)) in enumerate(zip(rows, parts, strict=True)):
-        ranks[part_rows], micro_batches[part_rows] = part_ranks, part_micro_batches + number * count
-    return Assignment(
-        ranks=ranks, micro_batches=micro_batches, num_micro_batches=count * minibatches, num_minibatches=minibatches
-    )
-
-
-def _assign(
-    lengths: Sequence[int], data_parallel: int, max_tokens: int, pair_tokens: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-    """Return (ranks, micro-batches) of the samples of one minibatch, and the number of micro-batches."""
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    work = [length * pair_tokens + length * (length + 1) // 2 for length in lengths] if pair_tokens else lengths
-    by_rank = _level(order, work, data_parallel)
-    packed = [_first_fit(rows, lengths, max_tokens) for rows in by_rank]
-    count = max(1, *(len(bins) for bins in packed))
-    ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
-    for rank, (rows, bins) in enumerate(zip(by_rank, packed, strict=True)):
-        # First fit gives the number of micro-batches, but fills the first ones and leaves little for the last. The same
-        # number of levelled ones has a smaller largest one, and so a lower peak of memory; it may fail to fit.
-        levelled = _level(rows, lengths, count)
-        chosen = levelled if _fits(levelled, lengths, max_tokens) else bins
-        for number, members in enumerate(chosen):
-            ranks[members], micro_batches[members] = rank, number
-    return ranks, micro_batches, count
-
-
-def _level(order: Sequence[int], work: Sequence[int], count: int) -> list[list[int]]:
-    """Distribute the rows of ``order`` (longest first), each to the part with the least work so far."""
-    parts: list[list[int]] = [[] for _ in range(count)]
-    # Equal loads are ordered by the number of the part, so the result depends on the arguments alone.
-    heap = [(0, number) for number in range(count)]
-    for row in order:
-        load, number = heap[0]
-        parts[number].append(row)
-        heapq.heapreplace(heap, (load + work[row], number))
-    return parts
-
-
-def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    loads: list[int] = []
-    for row in order:
-        for number, load in enumerate(loads):
-            if load + lengths[row] <= max_tokens:
-                bins[number].append(row)
-                loads[number] += lengths[row]
-                break
-        else:
-            bins.append([row])
-            loads.append(lengths[row])
-    return bins
-
-
-def _fits(bins: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int) -> bool:
-    return all(len(rows) <= 1 or sum(lengths[row] for row in rows) <= max_tokens for rows in bins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +227,7 @@ def make_plan(
     lengths = [length for sample in samples for length in sample.lengths]
     rows = np.array([len(sample.lengths) for sample in samples], np.int32)
     sizes = [len(group.samples) for group in chosen]  # a dead task may have fewer than it asked for
+    shared, idle = _left_to_ranks(chosen, rules, step)
     packed = assign(
         lengths,
         data_parallel=rules.data_parallel,
@@ -335,6 +235,8 @@ def make_plan(
         minibatches=rules.minibatches,
         group_sizes=[sum(len(sample.lengths) for sample in group.rows) for group in chosen],
         pair_tokens=rules.pair_tokens,
+        shared=shared,
+        idle=idle,
     )
     masked = [sample.seq for group in chosen for sample in group.rows if sample.seq in group.masked]
     version_steps = {
@@ -364,3 +266,19 @@ def make_plan(
         masked=np.array(masked, np.int64) if masked else None,
     )
     return replace(plan, chain=chain_of(chain, plan))
+
+
+def _left_to_ranks(chosen: Sequence[SampleGroup], rules: DataRules, step: int) -> tuple[list[int], list[bool]]:
+    """Return what ranks need not compute, by sequence: the tokens that it shares with its group, and whether it is left
+    out.
+    """
+    shared, idle = list[int](), list[bool]()
+    for group in chosen:
+        begins = [size.num_tokens - size.response_length for sample in group.rows for size in sample.sizes]
+        # The first trained token of any sequence stands behind the prompt, which is all that sizes tell.
+        shared += [min(begins) if rules.shares_prompts else 0] * len(begins)
+        leaves_out = 0 < rules.leaves_out_from <= step
+        equal = len(group.scores) == 1 and not group.demonstrations
+        for sample in group.rows:
+            idle += [leaves_out and (equal or sample.seq in group.masked)] * len(sample.sizes)
+    return shared, idle

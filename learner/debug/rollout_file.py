@@ -19,8 +19,9 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import decode_record, decode_sample, encode_record, encode_sample
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan, Sample
+from tidemill.learner.buffer.assignment import assign
 from tidemill.learner.buffer.sample_index import SampleIndex
-from tidemill.learner.buffer.step_plan import assign, chain_of
+from tidemill.learner.buffer.step_plan import chain_of
 from tidemill.learner.errors import DebugFileRefused
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.buffer.sample_index import ReadOptions
 from tidemill.learner.data import DataConfig, FilterConfig, identity_of
 from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.debug.report import REPORTED_STEPS
 from tidemill.learner.evaluation.evaluations import EvalPlan
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LOCAL, ROLLOUT, LearnerConfig, StalenessConfig
@@ -108,6 +109,8 @@ class ModelFacts:
     """Directory of the model."""
     pair_tokens: int = 0
     """See ``DataRules.pair_tokens``."""
+    shares_prompts: bool = False
+    """See ``DataRules.shares_prompts``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +188,14 @@ class FeederSettings:
             with_metadata=self.learner.algorithm.may_need_metadata,
         )
 
+    @property
+    def _leaves_out(self) -> bool:
+        """True if plans can know the samples that ranks leave out."""
+        learner = self.learner
+        counted = learner.moe_aux_loss_coef or learner.moe_bias_update_rate or learner.mtp_loss_scaling_factor
+        known = learner.algorithm.leaves_out_equal and learner.credit == "episode"
+        return bool(self.model.pair_tokens and known) and not (counted or self.debug.save_train)
+
     def data_rules(self, prompts: PromptFile) -> DataRules:
         """Return the rules of the DataSource, whose digest is recorded with every plan."""
         staleness = self.staleness
@@ -202,6 +213,8 @@ class FeederSettings:
             prompts_digest=prompts.digest,
             model=self.model.identity,
             pair_tokens=self.model.pair_tokens,
+            shares_prompts=self.model.shares_prompts,
+            leaves_out_from=REPORTED_STEPS + 1 if self._leaves_out else 0,
             filters=identity_of(self.filters),
             buffer_filters=any(config.scope == "buffer" for config in self.filters),
             demonstrations=self.learner.algorithm.demonstration_coef > 0,

@@ -218,6 +218,8 @@ class Rank:
             hooks=self._learner.hooks,
             mtp_factor=self._learner.mtp_loss_scaling_factor,
             record=self._learner.record,
+            row_tokens=self._learner.max_tokens_per_micro_batch if self._learner.levels_rows else 0,
+            pair_tokens=StepFlops.read(self._places.model_dir).pair_tokens if self._learner.levels_rows else 0,
         )
 
     def _open_checkpoints(self, others: OtherModels) -> Checkpoints:

@@ -367,6 +367,11 @@ class LearnerConfig:
         return self.first_stage_layers, self.last_stage_layers
 
     @property
+    def levels_rows(self) -> bool:
+        """True if ranks or stages wait for each other, so that rows are balanced by operations."""
+        return self.data_parallel > 1 or self.pipeline_parallel > 1
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of all nodes."""
         return self.data_parallel * self.ranks_of_replica

@@ -60,12 +60,17 @@ class Trainer:
         hooks: HooksConfig = NO_HOOKS,
         mtp_factor: float = 0.0,
         record: RecordConfig = NO_RECORD,
+        row_tokens: int = 0,
+        pair_tokens: int = 0,
     ) -> None:
         """``turn_gamma``: discount of the returns of turns, which have advantages of their own; None = no turns.
-        ``mtp_factor``: of the loss of heads for further tokens; 0 = the policy has none.
+        ``mtp_factor``: of the loss of heads for further tokens; 0 = the policy has none. ``row_tokens``,
+        ``pair_tokens``: ``max_tokens`` and ``pair_tokens`` of ``packings``.
         """
         critic = others.critic
         self._collector, self._mtp_factor = collector, mtp_factor
+        self._packings = partial(packings, max_tokens=row_tokens, pair_tokens=pair_tokens)
+        self._levels_rows = pair_tokens > 0
         if collector is not None:
             policy.routing.observe(policy.parallel)
         self.policy, self._optimizer, self._proximal, self._reference = (
@@ -235,13 +240,14 @@ class Trainer:
         ranks = self.policy.parallel
         minibatches, rows = None, [len(batch.micro_batches) // batch.num_minibatches] * batch.num_minibatches
         if shared or skipped_N.any():
-            minibatches = packings(batch, skipped_N.numpy(), by_prompt=shared)
+            minibatches = self._packings(batch, skipped_N.numpy(), by_prompt=shared)
             rows = [max(1, len(packing)) for packing in minibatches]
         if ranks.dp_size > 1 and not (self._obstacle and not skipped_N.any()):
             counts = torch.tensor(rows, device=ranks.device)
             dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=ranks.dp_group)
-            if minibatches is None and rows != counts.tolist():
-                minibatches = packings(batch, skipped_N.numpy())
+            if rows != counts.tolist() and (minibatches is None or (shared and self._levels_rows)):
+                # Ranks may wait for each other in every row, so each spreads its work over as many.
+                minibatches = self._packings(batch, skipped_N.numpy(), by_prompt=shared, counts=counts.tolist())
             rows = counts.tolist()
         if minibatches is None:
             return batch, rows

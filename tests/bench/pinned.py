@@ -38,7 +38,7 @@ from tidemill.launch.settings.prepare import PrepareConfig, prepare
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
-from tidemill.learner.buffer.step_plan import assign
+from tidemill.learner.buffer.assignment import assign
 from tidemill.learner.settings.config import OptimizerConfig
 from tidemill.rewards.builtin.text import digits
 from tidemill.rewards.port import RewardRequest

@@ -133,6 +133,8 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -
         config,
         max_lag=2,
         others=OtherModels(reference=reference),
+        row_tokens=layout.max_tokens,
+        pair_tokens=64 if case == EQUAL_REWARDS else 0,
     )
     seen = RaisingOnCuda()
     watched = seen if layout.watched else contextlib.nullcontext()

@@ -388,3 +388,20 @@ def test_where_the_other_settings_end() -> None:
     for make in (lambda: AlarmConfig(patience=0), lambda: KLConfig(horizon=0.0), lambda: KLConfig(coef=-0.1)):
         with pytest.raises(ValueError, match="want"):
             make()
+
+
+@pytest.mark.parametrize("advantage", [*ADVANTAGES, "rae"])
+def test_a_group_that_plans_expect_to_be_left_out_has_no_advantage(advantage: str) -> None:
+    """Whatever the other groups are; and only advantages decide, without another term of the loss."""
+    config = algorithm_of(advantage=advantage)
+    compared = {"grpo", "grpo_no_std", "batch_std", "rloo", "opo", "maxrl", "pass_at_k"}
+    assert config.leaves_out_equal == (advantage in compared)
+    if not config.leaves_out_equal:
+        return
+    for other in ({"whiten": True}, {"overlong": {"buffer": 4}}, {"entropy": {"coef": 0.1}}, {"kl": {"coef": 0.1}}):
+        assert not algorithm_of(advantage=advantage, **other).leaves_out_equal
+    for reward in (-1.0, 0.0, 1.0):
+        rewards_N = torch.tensor([reward, reward, reward, 0.0, 1.0, 1.0], dtype=torch.float64)
+        groups_N, lengths_N = torch.tensor([7, 7, 7, 8, 8, 8]), torch.tensor([2, 9, 4, 3, 8, 5])
+        advantages_N = Objective(config).advantages(rewards_N, groups_N, lengths_N, lengths_N)
+        assert advantages_N[:3].tolist() == [0.0] * 3

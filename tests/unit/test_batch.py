@@ -15,8 +15,8 @@ from tests.refusals import refusal
 from tidemill.bus.wire.messages import Plan, Sample, Status
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.buffer.assignment import assign
 from tidemill.learner.buffer.sample_index import index_of
-from tidemill.learner.buffer.step_plan import assign
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.data_metrics import lags_of
 from tidemill.learner.feed.feed_messages import decode_batch, encode_batch, encode_metadata, unpack

@@ -928,3 +928,35 @@ def test_a_cursor_of_shards_has_the_settled_messages_and_no_others(
     assert sorted(seq for seq in read if again.see(seq)) == sorted(open_seqs)
     assert cursor_of({"samples": dump_cursor(cursor)}) == cursor
     assert (count == 1) == (not cursor.floors)
+
+
+def test_a_plan_has_the_samples_of_a_group_on_one_rank_where_prompts_are_shared() -> None:
+    """Two prompts of 20 tokens with two responses each: whole sequences are spread by their lengths."""
+    prompt = np.arange(20, dtype=np.int32)
+    plans = []
+    for shares in (False, True):
+        pond = Pond(data_parallel=2, max_tokens_per_micro_batch=64, pair_tokens=8, shares_prompts=shares)
+        for of in pond.issue(1, 2, prompt_tokens=prompt):
+            for index, length in enumerate((of.id + 2, of.id + 4)):
+                pond.add(sample(of, index, ((of.min_version, length),)))
+        plans.append(pond.take_plan().ranks.tolist())
+    (first, second, *_), together = plans
+    assert first != second
+    assert together in ([0, 0, 1, 1], [1, 1, 0, 0])
+
+
+def test_a_plan_counts_no_work_of_samples_that_ranks_leave_out() -> None:
+    """The groups of equal rewards and the masked sample: the two samples with a gradient have a rank each."""
+    plans = []
+    for start in (0, 1, 2):
+        pond = Pond(data_parallel=2, groups_per_step=3, filters="f", pair_tokens=8, leaves_out_from=start)
+        for of, rewards in zip(pond.issue(1, 2, 3), ((1.0, 1.0), (0.0, 1.0), (0.0, 1.0)), strict=True):
+            pond.complete(of, rewards=rewards)
+            pond.source.judged(of.id, Verdict(masked=frozenset({0} if of.id > 1 else ())))
+        plan = pond.take_plan()
+        assert plan.masked is not None and plan.masked.tolist() == [3, 5]
+        plans.append(dict(zip(plan.seqs.tolist(), plan.ranks.tolist(), strict=True)))
+    never, at_once, later = plans
+    assert never == later  # step 1 is complete
+    assert at_once[4] != at_once[6] and never[4] == never[6]
+    assert list(at_once.values()).count(0) == 3

@@ -1,18 +1,34 @@
 """Sequences of a row as a tree: every sequence is found again along its prefix, and no token is computed twice."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.gpu_kit import environment, fake_nvidia_smi
 from tests.learner_steps import make_batches, make_samples, with_long_prompts
 from tests.unit.test_truncation import of_one_rank
+from tidemill.launch.run.feeder_process import shares_prompts
+from tidemill.launch.settings.config_loader import load
+from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.batch.batch import MicroBatch, StepBatch
-from tidemill.learner.batch.shared_prompts import SHARED_FROM, num_computed, num_needed, packings, repacked, tree_of
+from tidemill.learner.batch.shared_prompts import computed_spans, num_computed, num_needed, packings, repacked, tree_of
+from tidemill.learner.buffer.assignment import SHARED_FROM, work_of
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feeder_settings import FeederPlaces, FeederSettings, ModelFacts
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.settings.config import LearnerConfig
 from tidemill.learner.trainer.rows import rows_of
+
+DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"
 
 
 def row_of(sequences: list[list[int]], trained: list[int]) -> MicroBatch:
@@ -118,3 +134,73 @@ def test_rows_read_the_trained_tokens_alone_where_no_prefix_is_shared() -> None:
         assert torch.equal(read.read(hidden_T), hidden_T[mask_T]) and torch.equal(row.read(hidden_T), hidden_T)
         assert torch.equal(read.read_row(row.targets_T), row.targets_T[mask_T])
         assert torch.equal(read.spread(read.read(hidden_T)), torch.where(mask_T, hidden_T, 0.0))
+
+
+def test_rows_by_prompt_have_equal_work_and_fill_the_rows_of_other_ranks() -> None:
+    """One long tree and many short ones: by tokens the long one has others beside it; another rank has three rows."""
+    samples = [
+        replace(
+            sample, tokens=np.concatenate([np.full(60 if sample.task == 1 else 0, 7), sample.tokens]).astype(np.int32)
+        )
+        for sample in with_long_prompts(make_samples(vocab=50, groups=7, group_size=2), vocab=50)
+    ]
+    [batch] = make_batches(samples, max_tokens=250)
+    none_N = np.zeros(len(samples), np.bool_)
+
+    def largest(**options: Any) -> tuple[int, list[int]]:
+        [packing] = packings(batch, none_N, by_prompt=True, max_tokens=400, **options)
+        assert all(num_computed(row) <= 400 for row in packing)
+        work = [work_of(computed_spans(row), 1) for row in packing]
+        return max(work), work
+
+    by_tokens, by_work, spread = largest(), largest(pair_tokens=1), largest(pair_tokens=1, counts=[3])
+    assert len(by_tokens[1]) == len(by_work[1]) == 2 and len(spread[1]) == 3
+    assert spread[0] < by_work[0] < by_tokens[0]
+    assert spread[1] == sorted(spread[1], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "expected"),
+    [
+        ("data_parallel=2", 0, True),
+        ("pipeline_parallel=2", 0, True),
+        ("data_parallel=2", 1, False),
+        ("data_parallel=2 learner.device=cpu", 1, True),
+        ("data_parallel=2 learner.device=cuda", 1, False),
+        ("data_parallel=2 learner.dtype=float32", 1, True),
+        ("data_parallel=2 learner.attention=sdpa", 1, True),
+        ("data_parallel=2 learner.context_parallel=2", 0, False),
+        ("data_parallel=2 learner.routing_replay=rollout", 0, False),
+        ("data_parallel=1", 0, False),
+    ],
+)
+def test_plans_expect_prompts_once_where_ranks_have_no_obstacle(
+    tmp_path: Path, settings: str, devices: int, expected: bool
+) -> None:
+    config = load(DIGITS, [f"learner.{settings}".split()[0], *settings.split()[1:]]).config
+    assert shares_prompts(config, environment(fake_nvidia_smi(tmp_path, devices))) is expected
+
+
+def test_plans_know_the_samples_that_ranks_leave_out(tmp_path: Path) -> None:
+    """From the third step on, where advantages of groups decide; a single rank plans as before."""
+    places = FeederPlaces(run="r", bus_url="", listen="", keys=FeedKeys.new(), checkpoints=tmp_path)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "p", "label": 1}\n')
+    prompts = PromptFile(path, tokenize=lambda prompt: [1], max_tokens=8)
+
+    def rules(pair_tokens: int = 9, debug: DebugConfig | None = None, **learner: Any) -> DataRules:
+        facts = ModelFacts(pair_tokens=pair_tokens, shares_prompts=pair_tokens > 0)
+        settings = FeederSettings(
+            places=places, model=facts, learner=LearnerConfig(steps=5, **learner), debug=debug or DebugConfig()
+        )
+        return settings.data_rules(prompts)
+
+    assert (rules().leaves_out_from, rules().shares_prompts) == (3, True)
+    assert (rules(0).leaves_out_from, rules(0).digest) == (0, replace(rules(0), shares_prompts=False).digest)
+    for other in (
+        {"credit": "turn", "algorithm": AlgorithmConfig(advantage="rloo")},
+        {"moe_aux_loss_coef": 0.1},
+        {"algorithm": AlgorithmConfig(advantage="reinforce")},
+        {"debug": DebugConfig(save_train=str(tmp_path / "{step}-{rank}"))},
+    ):
+        assert rules(**other).leaves_out_from == 0, other
