@@ -1,7 +1,7 @@
 """The example with a pretrained model (``make real``), against TRL's GRPOTrainer in the same run.
 
 Both have the same model, prompts, rewards, lengths, groups, learning rates, KL coefficient and seed, float32, and one
-torch thread a process. TRL has no bonus below an entropy. Each seed
+torch thread a process. TRL's own bonus below an entropy is not asked for. Each seed
 runs TRL, then Tidemill. ``CPU s/step``: user and system time of all processes from the end of the first step to the end
 of the last. ``memory``: largest sum of the proportional set sizes (PSS) of all processes, each page counted once.
 ``held-out``: the final models by ``tidemill eval``, with the run's configuration.

@@ -338,7 +338,7 @@ DIGESTS = {
     "distil": "99fc30357b93bb4f",
     "gsm8k": "9ac227586db94c48",
     "gsm8k_smollm2": "fc7eafff3163e433",
-    "real": "c830c9e6c1c4baef",
+    "real": "e69cce4a17e106e3",
     "sft": "ff6a6a4e1ff628d4",
     "sglang-cpu": "617d9e80148856c3",
     "smoke": "7df063a5166a7579",
