@@ -58,14 +58,14 @@ def is_own_user(request: web.Request) -> bool:
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(file) as lines:
             for _, local, remote, _, _, _, _, user, *_ in map(str.split, islice(lines, 1, None)):
-                # The port first: it tells most sockets apart.
+                # The port is compared first, because it tells most sockets apart.
                 if local.endswith(f":{peer[1]:04X}") and [_address(local), _address(remote)] == wanted:
                     users.add(int(user))
     return users == {os.getuid()}
 
 
 def _address(text: str) -> tuple[IPv4Address | IPv6Address, int]:
-    """Return an address of /proc/net: words of 32 bits in the order of this machine's bytes."""
+    """Return an address of /proc/net, which has words of 32 bits in this machine's byte order."""
     host, port = text.split(":")
     words = (int(host[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(host), 8))
     return _plain(ip_address(b"".join(words))), int(port, 16)

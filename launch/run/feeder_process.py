@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tidemill.actors.rollout_settings import recorded_in
 from tidemill.bus.wire.model_values import language_values
+from tidemill.launch.devices.shapes import DevicesUnreadable
 from tidemill.launch.devices.visible import devices
 from tidemill.launch.run.workers import importing
 from tidemill.launch.settings.config_loader import SettingsError
@@ -49,9 +50,8 @@ async def run_feeder(
     places = feeder_places(config, bus_url, feeder_url, keys, epoch=epoch)
     if debug.trains_only:
         facts = ModelFacts(eos_ids=eos_ids(model), routed=routed_of(model))
-        await recorded_steps.run_recorded_feeder(
-            FeederSettings(places=places, model=facts, learner=config.learner, debug=debug), draining
-        )
+        recorded = FeederSettings(places=places, model=facts, learner=config.learner, debug=debug)
+        await recorded_steps.run_recorded_feeder(recorded, draining)
         return
     facts = ModelFacts(
         vocab_size=vocab_size,
@@ -93,8 +93,10 @@ def shares_prompts(config: RunConfig, environment: Mapping[str, str]) -> bool:
         return False
     if learner.attention == "sdpa" or learner.device == "cpu" or learner.dtype == "float32":
         return True
-    # On a GPU attention is flash attention, which takes whole sequences.
-    return learner.device == "auto" and not devices(environment)
+    try:  # on a GPU attention is flash attention, which takes whole sequences
+        return learner.device == "auto" and not devices(environment)
+    except DevicesUnreadable:  # the ranks report it
+        return False
 
 
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":

@@ -68,7 +68,7 @@ class DataRules:
     shares_prompts: bool = False
     """True if a rank computes the prompt of a group once. Like the next rule it decides the balance of ranks alone."""
     leaves_out_from: int = 0
-    """First step whose ranks leave out masked samples and groups with equal rewards; 0 = none does."""
+    """First step in which ranks leave out masked samples and groups with equal rewards; 0 = no step."""
     minibatches: int = 1
     """Optimizer steps per plan."""
     max_context: int = 0

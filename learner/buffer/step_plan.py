@@ -275,7 +275,7 @@ def _left_to_ranks(chosen: Sequence[SampleGroup], rules: DataRules, step: int) -
     shared, idle = list[int](), list[bool]()
     for group in chosen:
         begins = [size.num_tokens - size.response_length for sample in group.rows for size in sample.sizes]
-        # The first trained token of any sequence stands behind the prompt, which is all that sizes tell.
+        # Sizes have no tokens: whatever stands before the first trained token is taken for the prompt.
         shared += [min(begins) if rules.shares_prompts else 0] * len(begins)
         leaves_out = 0 < rules.leaves_out_from <= step
         equal = len(group.scores) == 1 and not group.demonstrations

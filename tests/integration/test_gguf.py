@@ -181,7 +181,7 @@ def test_a_file_that_is_cut_is_refused(
 def test_a_conversion_that_was_killed_is_begun_again(
     tmp_path: Path, model: LlamaForCausalLM, tokenizer: Tokenizer
 ) -> None:
-    """What it had written is in no model directory."""
+    """The model directory has none of the files that the killed conversion wrote."""
     (tmp_path / "hf.part").mkdir()
     (tmp_path / "hf.part/tokenizer.json").write_text("{")
     (tmp_path / "hf.part/rest").write_text("")

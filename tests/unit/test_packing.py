@@ -185,7 +185,7 @@ def test_sequences_that_are_left_out_are_no_work_and_spread_by_tokens() -> None:
 
 
 def test_micro_batches_have_equal_work_within_the_limit_of_tokens_and_the_largest_comes_first() -> None:
-    """By tokens the sequence of 60 would have another beside it: its attention is more than that of ten short ones."""
+    """Levelled by tokens, the sequence of 60 gets short ones beside it, although its attention costs more than ten."""
     lengths = [8] * 10 + [60]
     by_tokens = assign(lengths, data_parallel=1, max_tokens=100)
     placed = assign(lengths, data_parallel=1, max_tokens=100, pair_tokens=1)

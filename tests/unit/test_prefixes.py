@@ -181,6 +181,12 @@ def test_plans_expect_prompts_once_where_ranks_have_no_obstacle(
     assert shares_prompts(config, environment(fake_nvidia_smi(tmp_path, devices))) is expected
 
 
+def test_devices_that_cannot_be_read_end_no_feeder(tmp_path: Path) -> None:
+    """They decide the balance of the ranks alone."""
+    config = load(DIGITS, ["learner.data_parallel=2"]).config
+    assert not shares_prompts(config, environment(fake_nvidia_smi(tmp_path, script="exit 1")))
+
+
 def test_plans_know_the_samples_that_ranks_leave_out(tmp_path: Path) -> None:
     """From the third step on, where advantages of groups decide; a single rank plans as before."""
     places = FeederPlaces(run="r", bus_url="", listen="", keys=FeedKeys.new(), checkpoints=tmp_path)

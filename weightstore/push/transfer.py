@@ -76,7 +76,7 @@ class GroupBroken(Exception):
 
 
 class Transfer:
-    """One attempt: ``send`` the contents to all members. After GroupBroken, ``find_failed`` names who is the reason."""
+    """One attempt to send the contents to all members. After GroupBroken, ``find_failed`` names those that failed."""
 
     def __init__(self, version: int, group: PushGroup, members: Sequence[Member], contents: Contents) -> None:
         """``members``: of the group, some or all."""
